@@ -209,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=512)
     made.add_argument("--samples", type=int, default=16)
     made.add_argument("--parts", type=int, nargs="+", default=[16, 32], help="of the bytes")
-    made.add_argument("--profile", type=Path, help="of research.sensitivity")
+    made.add_argument("--profile", type=Path, help="whose shares are tried, too")
     made.add_argument("--only", nargs="+", help="caches, by name")
     return made
 
@@ -235,7 +235,7 @@ def main() -> None:
     for part in args.parts:
         tried = arms(profile_of(model))
         if args.profile:
-            tried["curves times sensitivity"] = {"budgets": Profile.load(args.profile)}
+            tried[f"shares by {args.profile.name}"] = {"budgets": Profile.load(args.profile)}
         for name, options in tried.items():
             if args.only and name not in args.only:
                 continue

@@ -159,7 +159,7 @@ def record_for(block: Block) -> dict[str, Any]:
 def write_records(page: Path, records: dict[str, Any]) -> None:
     """Write a page's JSON file: the blocks that the page has, in its order."""
     order = [found["command"] for found in BLOCK.finditer(page.read_text())]
-    text = json.dumps({c: records[c] for c in order}, indent=1, ensure_ascii=False)
+    text = json.dumps({c: records[c] for c in order if c in records}, indent=1, ensure_ascii=False)
     record_of(page).write_text(text + "\n")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration import calibrate
 from mlx_h2o.calibration.retrieval_loss import (
     ECHO,
@@ -20,7 +21,9 @@ from mlx_h2o.calibration.retrieval_loss import (
     echoes_in,
     pages_of,
 )
+from mlx_h2o.calibration.sensitivity import sensitivities
 from mlx_h2o.integration.recorder import HeadWeights, Watcher
+from mlx_h2o.policies import make_policy
 from tiny_models import tiny_model
 
 #: Channels, and tokens of a page with two echoes.
@@ -114,11 +117,12 @@ def test_losses_are_those_of_attention_without_the_first_coming(options):
 def test_calibration_tells_what_echoes_lose(tmp_path):
     """It stands in the profile, and the heads that lose most get more slots for it."""
     tokens = mx.random.randint(0, 100, (512,), key=mx.random.key(5)).tolist()
-    told = []
+    told, model = [], tiny_model("llama")
     profile = calibrate.calibrate(
-        tiny_model("llama"), tokens, length=256, progress=lambda *steps: told.append(steps)
+        model, tokens, length=256, progress=lambda *steps: told.append(steps)
     )
-    assert np.allclose(profile.measured.echoes, echo_losses(tiny_model("llama"), tokens, 256))
+    felt = sensitivities(model, tokens, make_policy(DEFAULT_POLICY))
+    assert np.allclose(profile.measured.echoes, felt * echo_losses(model, tokens, 256))
     assert (profile.measured.echoes > 0).all()
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1]

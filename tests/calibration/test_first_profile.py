@@ -70,7 +70,7 @@ def no_computing(monkeypatch):
     def begun(*args, **kwargs):
         pytest.fail("a pass over a text began")
 
-    for name in ("frames_of_text", "echo_losses"):
+    for name in ("frames_of_text", "echo_losses", "sensitivities"):
         monkeypatch.setattr(f"mlx_h2o.calibration.calibrate.{name}", begun)
 
 

@@ -91,7 +91,7 @@ def test_what_a_run_finished_is_kept_for_the_next(tmp_path):
     tokens = mx.random.randint(0, 100, (96,), key=mx.random.key(5)).tolist()
 
     def stop(done, whole):
-        if done > 0.7 * whole:
+        if path.exists() and len(path.read_text().splitlines()) == 2:  # a layer is done
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

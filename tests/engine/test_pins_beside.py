@@ -160,3 +160,48 @@ def test_slots_that_the_caller_gives_each_layer(budgets):
     assert [sum(entry.budgets) for entry in cache] == given
     with pytest.raises(ValueError, match="pinned tokens are too many"):
         make_prompt_cache(model, budgets=[20, 80], recent=8, pins=[(0, 30)])
+
+
+def test_a_profile_leaves_every_layer_room_for_its_pins():
+    """A layer that deserves few slots gets those that its pins need; the mean stays."""
+    model, _ = mlx_h2o.load("builtin:recall-4m")
+    spans, size = [(0, 2), (20, 28)], {"max_size": 40, "bits": 5}
+
+    def final(**pins: Any) -> list[tuple[int, ...]]:
+        cache = make_prompt_cache(model, **size, **pins)
+        return [entry.settings.filling[-1].budgets for entry in cache]
+
+    needed = 4 + 8 + 4 + 1  # sinks, pins, recent and one to evict
+    assert max(final()[0]) < needed
+    assert min(map(min, final(pins=spans))) >= needed
+    assert sum(map(sum, final(pins=spans))) == sum(map(sum, final()))
+    with pytest.raises(ValueError, match="38 pinned tokens are too many"):
+        make_prompt_cache(model, **size, pins=[(4, 42)])
+
+
+def test_a_layer_takes_slots_of_others_for_pins_that_come_later():
+    """In a running conversation, before and after its slots are shared out anew."""
+    model, _ = mlx_h2o.load("builtin:recall-4m")
+    cache = make_prompt_cache(model, max_size=40, bits=5)
+    prefill(model, cache, prompt_tokens(30), 30)
+
+    def slots() -> list[list[tuple[int, ...]]]:
+        return [
+            [entry.settings.budgets, *(stage.budgets for stage in entry.settings.filling)]
+            for entry in cache
+        ]
+
+    before = slots()
+    assert min(min(of_layer[-1]) for of_layer in before) < 4 + 8 + 4 + 1
+    with pytest.raises(ValueError, match="40 pinned tokens are too many"):
+        mlx_h2o.pin(cache, [(4, 44)])
+    assert slots() == before
+    assert mlx_h2o.pin(cache, [(20, 28)])
+    for stage_before, stage in zip(
+        zip(*before, strict=True), zip(*slots(), strict=True), strict=True
+    ):
+        assert sum(map(sum, stage)) == sum(map(sum, stage_before))
+        assert min(map(min, stage)) >= 4 + 8 + 4 + 1
+    prefill(model, cache, prompt_tokens(170, seed=2), 1)
+    assert all(entry.evicted > 100 for entry in cache)
+    assert all(holds(entry, [(20, 28)]) for entry in cache)

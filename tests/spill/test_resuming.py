@@ -285,7 +285,7 @@ def test_a_changed_state_has_no_record_until_the_next(tmp_path, model):
     cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
     steps(model, cache, 130)
     file = cache[0].spill.conversation.file
-    pin(cache, [(120, 123)])
+    pin(cache, [(128, 130)])
     cache[0].spill.conversation.state_changed()
     assert file.flush()
     assert not any(of_record.exists() for of_record in paths_of(file.path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ class Measured:
         orders: Saturations t of the remainder that were measured; 0 is the first order.
         spans: Ends of spans of positions, ascending; the last is the text's length.
         errors: Mean error of each head, order, span and number of slots `[heads, orders, spans,
-            grid]`, the model's layers one after the other.
+            grid]`, the model's layers one after the other; in nats where the heads' sensitivities
+            were measured (`calibration/sensitivity.py`), as all losses below.
         packing: For each number of bits, each head's error when all its rows are packed, with key
             scaling `[heads]`.
         group_size: Elements of these packed rows that share a scale.
@@ -97,6 +98,20 @@ class Measured:
         """Each head's better order at each number of slots, over the positions below `length`."""
         best = self.errors_upto(length).min(axis=1)
         return [falling([float(f"{x:.4g}") for x in curve]) for curve in best.tolist()]
+
+    def weighed(self, by: np.ndarray) -> Measured:
+        """The same measurements with each head's losses times a number.
+
+        Args:
+            by: The numbers, `[heads]`.
+        """
+        one = by.astype(np.float32)
+        return replace(
+            self,
+            errors=self.errors * one[:, None, None, None],
+            packing={bits: losses * one for bits, losses in self.packing.items()},
+            echoes=None if self.echoes is None else self.echoes * one,
+        )
 
     def json(self) -> dict[str, Any]:
         """The measurements as JSON types."""

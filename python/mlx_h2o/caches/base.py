@@ -603,13 +603,23 @@ class BoundedKVCache:
 
     def pinned_settings(self, spans: Sequence[Span]) -> tuple[CacheSettings, PinAnswer]:
         """The settings that `pin` would set and its result; same arguments and errors."""
+        pins, answer = self.pins_beside(spans)
+        return replace(self._layer.settings if self._layer else self._unopened, pins=pins), answer
+
+    def pins_beside(self, spans: Sequence[Span]) -> tuple[tuple[Span, ...], PinAnswer]:
+        """The pins that there would be after `pin`, whether or not there is room, and its result.
+
+        Args:
+            spans: As in `pin`.
+
+        Raises:
+            ValueError: They are not spans.
+            RuntimeError: The last rows were not attended to yet.
+        """
         self.require_at_rest()
         asked = checked_spans("spans", spans)
-        if self._layer is None:
-            return replace(self._unopened, pins=joined((*self.pins, *asked))), PinAnswer(asked)
-        answer = answer_of(self._layer, asked)
-        pins = joined((*self.pins, *answer.pinned, *answer.partly))
-        return replace(self._layer.settings, pins=pins), answer
+        answer = PinAnswer(asked) if self._layer is None else answer_of(self._layer, asked)
+        return joined((*self.pins, *answer.pinned, *answer.partly)), answer
 
     def pin_as(self, settings: CacheSettings) -> None:
         """Apply the pins, and the budgets with room for them, of other settings of this cache."""

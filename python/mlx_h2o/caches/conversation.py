@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.budgets.allocation import TooManyPins, room_for_pins
+from mlx_h2o.budgets.growth import Stage
+from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.integration.refusals import NothingToBound
-from mlx_h2o.storage.pins import Span
+from mlx_h2o.storage.pins import Span, joined
 
 
 def bounded_entries(cache: Sequence[Any]) -> list[BoundedKVCache]:
@@ -27,6 +32,9 @@ def bounded_entries(cache: Sequence[Any]) -> list[BoundedKVCache]:
 def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:
     """Never evict the tokens at some positions from any layer, whatever the policy.
 
+    A layer that is too small for its pins gets slots of the other layers, if all have rows of the
+    same width.
+
     Args:
         cache: From `make_prompt_cache` or `load_prompt_cache`.
         spans: Pairs (first position, one past the last), of tokens that came or are still to come.
@@ -37,15 +45,63 @@ def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:
         evicted before.
 
     Raises:
-        ValueError: They are not spans, or too many for the budget of some layer; nothing was
-            changed.
+        ValueError: They are not spans, or too many for the budget; nothing was changed.
         RuntimeError: The last rows of some layer were not attended to yet; nothing was changed.
     """
     layers = bounded_entries(cache)
-    asked = [layer.pinned_settings(spans) for layer in layers]
+    try:
+        asked = [layer.pinned_settings(spans) for layer in layers]
+    except TooManyPins as error:
+        asked = _pinned_with_slots_of_others(layers, spans, error)
     for layer, (settings, _) in zip(layers, asked, strict=True):
         layer.pin_as(settings)
     return PinAnswer.of_all(answer for _, answer in asked)
+
+
+def _pinned_with_slots_of_others(
+    layers: Sequence[BoundedKVCache], spans: Sequence[Span], why: TooManyPins
+) -> list[tuple[CacheSettings, PinAnswer]]:
+    """As `pinned_settings` of every layer, with room made by the slots of all layers together.
+
+    Args:
+        layers: The layers of one model.
+        spans: As in `pin`.
+        why: The error of a layer that has too little room by itself.
+
+    Raises:
+        TooManyPins: All together have too few slots, or cannot exchange them.
+    """
+    old = [layer.settings for layer in layers]
+    beyond = [stage.beyond for stage in old[0].filling]
+    widths = {layer.share and layer.share.widths for layer in layers}
+    alike = len(widths) == 1 and None not in widths
+    for of_layer in old:
+        alike &= of_layer.attending and of_layer.budgets is not None
+        alike &= [stage.beyond for stage in of_layer.filling] == beyond
+    if not alike:
+        raise why
+    asked = [layer.pins_beside(spans) for layer in layers]
+    pins = joined(span for of_layer, _ in asked for span in of_layer)
+
+    def roomy(budgets: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        flat = iter(room_for_pins([b for of_layer in budgets for b in of_layer], policy, pins))
+        return [tuple(itertools.islice(flat, len(of_layer))) for of_layer in budgets]
+
+    policy = layers[0].policy
+    budgets = roomy([of_layer.budgets or () for of_layer in old])
+    stages = [roomy([of_layer.filling[i].budgets for of_layer in old]) for i in range(len(beyond))]
+    return [
+        (
+            replace(
+                of_layer,
+                budgets=budgets[i],
+                filling=tuple(map(Stage, beyond, (of_stage[i] for of_stage in stages))),
+                pins=own,
+            ),
+            answer,
+        )
+        for i, (of_layer, (own, answer)) in enumerate(zip(old, asked, strict=True))
+    ]
 
 
 def unpin(cache: Sequence[Any], spans: Sequence[Span] | None = None) -> None:

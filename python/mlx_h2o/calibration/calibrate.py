@@ -11,7 +11,9 @@ with their remainder. Curves of another policy mislead: shares by a window's cur
 much as shares by the policy's own. The same pass measures the loss by packing alone for each head.
 A second pass, over a mixed text, makes the key scaling (`Frame`) for packed keys
 (`calibration/scaling_build.py`); a third, in which stretches of the text are repeated, measures
-which heads must hold tokens that prose does not ask for (`calibration/retrieval_loss.py`).
+which heads must hold tokens that prose does not ask for (`calibration/retrieval_loss.py`). Passes
+back through the model measure how much its predictions feel each head's error
+(`calibration/sensitivity.py`); every loss is multiplied by that, so that a profile is in nats.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration.checkpoint import CalibratedLayers, LayerLosses
 from mlx_h2o.calibration.retrieval_loss import echo_losses
 from mlx_h2o.calibration.scaling_build import frame_passes, frames_of_text
+from mlx_h2o.calibration.sensitivity import WINDOWS, sensitivities
 from mlx_h2o.calibration.trials import ORDERS, Rows, tried
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.layer_probe import identity_by_kinds
@@ -60,15 +63,18 @@ LENGTH = 2048
 FIRST_SPAN = 256
 #: Widths of rows whose loss from packing alone is measured.
 PACKED_BITS = (4, 5, 6, 8)
-#: Time of the passes for key scaling and retrieval loss, as parts of that of the trials, about.
-FRAME_WORK, ECHO_WORK = 0.2, 0.1
+#: Time of the passes for key scaling, retrieval loss and a window of the sensitivities, as parts of
+#: that of the trials, about.
+FRAME_WORK, ECHO_WORK, WINDOW_WORK = 0.2, 0.1, 0.06
 #: A quick calibration, as at a model's first use (`calibration/first_use.py`): tokens of its one
-#: pass, slots tried, and tokens read for key scaling. docs/results/calibration.md has its loss.
-#: Steps are two thirds where most slots are bought; 768 slots take as long as all up to 192, and
-#: add hardly any information.
-QUICK_LENGTH, QUICK_FRAME_TOKENS = 1024, 2048
+#: pass, slots tried, tokens read for key scaling, and windows for the sensitivities.
+#: docs/results/calibration.md has its loss. Steps are two thirds where most slots are bought; 768
+#: slots take as long as all up to 192, and add hardly any information.
+QUICK_LENGTH, QUICK_FRAME_TOKENS, QUICK_WINDOWS = 1024, 2048, 2
 QUICK_GRID = (SMALLEST_BUDGET, 24, 48, 64, 96, 128, 192, 256, 384, 512)
 METHOD = "output error of the policy itself, token by token"
+#: Where the model has gradients, so that its heads' sensitivities could be measured.
+METHOD_IN_NATS = f"{METHOD}, in nats of the predictions"
 
 #: Called with (steps done, steps in all).
 Progress = Callable[[int, int], None]
@@ -172,6 +178,7 @@ def calibrate(
     policy: str | Policy = DEFAULT_POLICY,
     grid: Sequence[int] = GRID,
     frame_tokens: Sequence[int] | None = None,
+    windows: int = WINDOWS,
     details: dict[str, Any] | None = None,
     progress: Progress | None = None,
     kept: CalibratedLayers | None = None,
@@ -187,6 +194,7 @@ def calibrate(
         grid: Slots to try, as far as the text is long.
         frame_tokens: Some 4000 tokens of a varied text, like those that the model will see, for key
             scaling; by default the same text.
+        windows: Windows of the text by which the heads' sensitivities are measured.
         details: Entries to note in the profile.
         progress: Called as the calibration goes on.
         kept: Layers that an earlier run of the same calibration finished; new ones are added.
@@ -202,33 +210,37 @@ def calibrate(
     passes = mx.concatenate(windows_of(tokens, length))
     T, seen = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
     framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
-    told = _telling(progress, len(kinds))
+    told = _telling(progress, len(kinds), windows)
     frames = frames_of_text(model, framing, progress=lambda done: told(FRAME_WORK * done))
     identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if kept is None else kept
     begun = FRAME_WORK * len(kinds)
     echoes = echo_losses(model, tokens, T, lambda done: told(begun + ECHO_WORK * done))
     begun += ECHO_WORK * len(kinds)
+    work = WINDOW_WORK * windows * len(kinds)
+    felt = sensitivities(model, tokens, policy, windows, lambda done: told(begun + work * done))
     run = _Run(
         policy,
         (*(b for b in grid if policy.least_budget() <= b < T), T),
         spans_of(T),
         frames_for(frames, T),
         at_hand,
-        lambda done: told(begun + done),
+        lambda done: told(begun + work + done),
         group_size_of([k.widths for k in kinds]),
     )
     same = {"model": asdict(identity), "grid": run.grid, "orders": ORDERS, "policy": settings}
     at_hand.begin({**same, "texts": [_digest(passes), _digest(framing)]})
     routing.install()
     looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
-    measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes)
-    return Profile.of(identity, run.grid, measured, METHOD, seen | (details or {}))
+    measured, method = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes), METHOD
+    if felt is not None:
+        measured, method = measured.weighed(felt), METHOD_IN_NATS
+    return Profile.of(identity, run.grid, measured, method, seen | (details or {}))
 
 
-def _telling(progress: Progress | None, layers: int) -> Callable[[float], None]:
+def _telling(progress: Progress | None, layers: int, windows: int) -> Callable[[float], None]:
     """A function that reports progress in layers of the trials, after the other passes."""
-    whole = layers * (1 + FRAME_WORK + ECHO_WORK)
+    whole = layers * (1 + FRAME_WORK + ECHO_WORK + WINDOW_WORK * windows)
 
     def told(done: float) -> None:
         if progress:

@@ -19,7 +19,13 @@ from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile, kept_place
 from mlx_h2o.budgets.tensor_parallel import ranks_of
-from mlx_h2o.calibration.calibrate import QUICK_FRAME_TOKENS, QUICK_GRID, QUICK_LENGTH, calibrate
+from mlx_h2o.calibration.calibrate import (
+    QUICK_FRAME_TOKENS,
+    QUICK_GRID,
+    QUICK_LENGTH,
+    QUICK_WINDOWS,
+    calibrate,
+)
 from mlx_h2o.calibration.scaling_build import frame_tokens
 from mlx_h2o.integration.layer_probe import identity_by_kinds
 from mlx_h2o.integration.recorder import (
@@ -98,6 +104,7 @@ def _measured(model: nn.Module, identity: ModelIdentity) -> Profile | str:
                 length=QUICK_LENGTH,
                 grid=QUICK_GRID,
                 frame_tokens=frame_tokens(tokenizer)[:QUICK_FRAME_TOKENS],
+                windows=QUICK_WINDOWS,
                 details=details,
                 progress=told,
             )

@@ -24,6 +24,7 @@ from mlx_h2o.calibration.calibrate import (
     QUICK_FRAME_TOKENS,
     QUICK_GRID,
     QUICK_LENGTH,
+    QUICK_WINDOWS,
     calibrate,
 )
 from mlx_h2o.calibration.checkpoint import CalibratedLayers
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
             framing = frame_tokens(tokenizer)
             if args.quick:
                 tokens, framing = tokens[:QUICK_LENGTH], framing[:QUICK_FRAME_TOKENS]
-                shared |= {"length": QUICK_LENGTH, "grid": QUICK_GRID}
+                shared |= {"length": QUICK_LENGTH, "grid": QUICK_GRID, "windows": QUICK_WINDOWS}
             shared |= {"policy": args.policy, "frame_tokens": framing, "kept": kept}
             profile = calibrate(model, tokens, **shared)
     write_kept(out, profile.save)

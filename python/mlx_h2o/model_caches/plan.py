@@ -27,6 +27,7 @@ from mlx_h2o.policies import Policy
 from mlx_h2o.spill.setting import WAITING
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Packing, group_size_for
+from mlx_h2o.storage.pins import pinned_from
 from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.remainder import SATURATION
 from mlx_h2o.storage.rope import Rope
@@ -328,7 +329,8 @@ def fillings(
         least = policy.least_budget() + FEWEST_CHOICES
         how = settings, policy, remembers, least
         means = [_mean_slots(len(shares), share, *how) for share in shares]
-        return shared_out_anew(sizes, means, least, profile)
+        roomy = _beside_pins(least, min(means), settings, policy)
+        return shared_out_anew(sizes, means, roomy, profile)
 
     long = stages_by(shares)
     narrow = _narrow(shares, settings, attending)
@@ -400,13 +402,32 @@ def slots_of_layers(
             sizes.append([mean] * share.heads)
         else:
             if mean not in shared_out:
-                shared_out[mean] = profile.budgets(mean, least)
+                roomy = _beside_pins(least, mean, settings, policy)
+                shared_out[mean] = profile.budgets(mean, roomy)
             sizes.append(shared_out[mean][layer])
     if not attending:
         # All layers use one mask, so all must hold the same number of tokens.
         fewest = min(min(layer) for layer in sizes)
         sizes = [[fewest] * len(layer) for layer in sizes]
     return sizes
+
+
+def _beside_pins(least: int, mean: int, settings: ModelSettings, policy: Policy) -> int:
+    """The fewest slots of a head by a profile: `least`, or more where pins need them.
+
+    A layer makes room for its pins with its own slots alone, so a layer that deserves few slots
+    would have to refuse pins that the model as a whole has room for.
+
+    Args:
+        least: The fewest slots without pins.
+        mean: Slots a head, on average.
+        settings: Settings of all layers.
+        policy: The eviction policy.
+    """
+    if not settings.pins:
+        return least
+    pinned = pinned_from(settings.pins, policy.sink)
+    return max(least, min(policy.least_budget(pinned) + FEWEST_CHOICES, mean))
 
 
 def _mean_slots(

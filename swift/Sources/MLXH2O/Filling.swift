@@ -135,8 +135,8 @@ extension H2OConfiguration {
                     budgets: slots.map { _ in mean }, later: [Stage(beyond: full, budgets: slots)])
             }
         }
-        let stages = try profile.stages(
-            mean: means[0], least: policy.leastBudget + Self.fewestChoices)
+        let least = besidePins(policy.leastBudget + Self.fewestChoices, mean: means[0], policy)
+        let stages = try profile.stages(mean: means[0], least: least)
         return sizes.indices.map { layer in
             SlotPlan(
                 budgets: stages[0].budgets[layer],

@@ -212,6 +212,7 @@ extension H2OConfiguration {
             guard let profile else {
                 return Array(repeating: means[layer], count: kinds[layer].heads)
             }
+            let least = besidePins(least, mean: means[layer], policy)
             return try profile.budgets(mean: means[layer], least: least)[layer]
         }
         if !attends {
@@ -220,6 +221,17 @@ extension H2OConfiguration {
             sizes = sizes.map { Array(repeating: fewest, count: $0.count) }
         }
         return sizes
+    }
+
+    /// The fewest slots of a head by a profile: `least`, or more where pins need them. A layer makes
+    /// room for its pins with its own slots alone, so a layer that deserves few slots would have to
+    /// refuse pins that the model as a whole has room for.
+    func besidePins(_ least: Int, mean: Int, _ policy: any H2OPolicy) -> Int {
+        guard !pinnedPositions.isEmpty else { return least }
+        let pinned = pinnedPositions.reduce(0) { count, span in
+            count + max(span.upperBound - max(span.lowerBound, policy.options.sink), 0)
+        }
+        return max(least, min(policy.leastBudget(pinned: pinned) + Self.fewestChoices, mean))
     }
 
     /// Slots per KV head of each layer, on average.

@@ -50,6 +50,17 @@ import Testing
         #expect(zip(held, folded).allSatisfy { Float($0) + $1 == Float(cache.offset) }, comment)
     }
 
+    /// Sinks count once: two of the ten pinned tokens are among them.
+    @Test func aProfileLeavesEveryLayerRoomForItsPins() throws {
+        let policy = H2OPolicies.Salient()
+        let configuration = try H2OConfiguration(
+            budget: .tokens(40), policy: policy, pins: .positions([0 ..< 2, 20 ..< 28]))
+        let needed = policy.leastBudget(pinned: 8) + H2OConfiguration.fewestChoices
+        #expect(configuration.besidePins(11, mean: 36, policy) == needed)
+        #expect(configuration.besidePins(11, mean: needed - 2, policy) == needed - 2)
+        #expect(H2OConfiguration.default.besidePins(11, mean: 36, policy) == 11)
+    }
+
     /// A model's caches step by step, by the profile: exact while all heads' tokens fit.
     @Test func nothingGoesBeforeTheBytesAreFull() throws {
         let profile = try H2OProfile(contentsOf: Self.profile), model = try ModelTests.own()
