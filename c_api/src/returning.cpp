@@ -271,12 +271,11 @@ Fields rows_coming(
   for (int i = 0; i < run.heads(); ++i) {
     of_heads.push_back(layer.spill->rows(run.first + i, {come[i].begin(), come[i].end()}));
     positions.insert(positions.end(), come[i].begin(), come[i].end());
-    const Credit& credit = credits.at(run.first + i);
+    const auto& [leased, raised] = credits.at(run.first + i);
     for (const int position : come[i]) {
-      const auto [first, last] = std::pair(credit.positions.begin(), credit.positions.end());
-      const auto found = std::lower_bound(first, last, position);
-      const bool has = found != last && *found == position;
-      scores.push_back(has ? credit.scores[found - first] : 0);
+      const auto found = std::lower_bound(leased.begin(), leased.end(), position);
+      const bool has = found != leased.end() && *found == position;
+      scores.push_back(has ? raised[found - leased.begin()] : 0);
     }
   }
   const mx::Shape shape{1, run.heads(), int(come[0].size())};
