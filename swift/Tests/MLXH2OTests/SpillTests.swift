@@ -77,7 +77,8 @@ import Testing
             for caches in both {
                 #expect(
                     try ModelTests.generated(model, caches, prompt: 200, tokens: 40).count == 40)
-                #expect(caches.allSatisfy { $0.spillFailure == nil && $0.rowsReturned > 0 })
+                #expect(caches.allSatisfy { $0.spillFailure == nil })
+                #expect(caches.contains { $0.rowsReturned > 0 })
             }
             #expect(files(in: folder).count == 2)
         }
