@@ -72,7 +72,7 @@ class Come(NamedTuple):
 
     Attributes:
         rows: The rows that come back, fields `[1, heads, M, ...]`; None: no row does.
-        scores: Of the rows in the slots, `[1, heads, N]`.
+        scores: The scores of the rows in the slots, `[1, heads, N]`.
         credits: By KV head.
     """
 

@@ -33,7 +33,7 @@ class Returning:
     Attributes:
         queries: The last queries of the heads that ask, `[1, asking * G, L, D]` each, in 16 bits
             and without key scaling.
-        credits: Of the rows that have a lease, by KV head.
+        credits: The credit of the rows that have a lease, by KV head.
         returned: Rows that came back so far.
         rows_read: Rows that were read from the file so far.
     """
