@@ -25,8 +25,8 @@ from mlx_lm.models.cache import make_prompt_cache as stock_cache
 import mlx_h2o
 from mlx_h2o import Returns, Spill, make_prompt_cache
 from mlx_h2o._utils.blas import use_openblas
-from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task
-from research.returning import facts_known
+from mlx_h2o.evaluate.recall import FORMS, RecallTask
+from research.returning import facts_known, planted
 
 ROLLING: dict[str, Any] = {"positions": "rolling", "remainder": False}
 #: More pages than any conversation here has.
@@ -77,15 +77,7 @@ def main() -> None:
     model, tokenizer = mlx_h2o.load(args.model)
     text = args.text.read_text()
     prose = list(tokenizer.encode(text, add_special_tokens=False))
-    short = recall_task(
-        tokenizer,
-        text,
-        prompts=args.prompts,
-        tokens=args.within,
-        facts=1,
-        form=FORMS[args.form],
-        seed=args.seed,
-    )
+    short = planted(tokenizer, text, args, args.within)
     print("| tokens | cache | facts | rows read a token |\n|---:|---|---:|---:|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
 

@@ -96,6 +96,30 @@ def resumed(cache: Sequence[Any]) -> list[Any]:
     return mlx_h2o.resume(path)
 
 
+def planted(
+    tokenizer: Any, text: str, args: argparse.Namespace, tokens: int, within: int | None = None
+) -> RecallTask:
+    """Prompts with one planted fact each.
+
+    Args:
+        tokenizer: The model's.
+        text: The prose around the facts.
+        args: The arguments `prompts`, `form` and `seed`.
+        tokens: T of each prompt.
+        within: Tokens among which the fact is planted; None: anywhere.
+    """
+    return recall_task(
+        tokenizer,
+        text,
+        prompts=args.prompts,
+        tokens=tokens,
+        facts=1,
+        form=FORMS[args.form],
+        seed=args.seed,
+        within=within,
+    )
+
+
 def facts_known(
     model: nn.Module, task: RecallTask, make: Callable[[], list[Any]], named: str
 ) -> Found:
@@ -199,16 +223,7 @@ def main() -> None:
     if args.prose:
         samples = samples_of(tokenizer.encode(text), args.samples, args.tokens, None)
     else:
-        task = recall_task(
-            tokenizer,
-            text,
-            prompts=args.prompts,
-            tokens=args.tokens,
-            facts=1,
-            form=FORMS[args.form],
-            seed=args.seed,
-            within=args.within,
-        )
+        task = planted(tokenizer, text, args, args.tokens, args.within)
 
     def measured(make: Callable[[], list[Any]], named: str) -> Found:
         if args.prose:

@@ -530,7 +530,7 @@ typedef struct mlx_h2o_returns_ {
   int ahead;    // so many rows behind a wanted one are wanted, too; 0 to 65536
 } mlx_h2o_returns;
 
-// Every 32 tokens, 8 queries, 12 pages, 32 rows, room 0.5, 16 ahead. `size` is that of the struct.
+// Every 32 tokens, 8 queries, 12 pages, 64 rows, room 0.5, 16 ahead. `size` is that of the struct.
 MLX_H2O_API int mlx_h2o_returns_init(mlx_h2o_returns* res, size_t size);
 // The same as a value. Start from these.
 static inline mlx_h2o_returns mlx_h2o_returns_default(void) {

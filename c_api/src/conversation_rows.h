@@ -19,7 +19,7 @@ struct Returns {
   int every = 32;     // tokens from one return to the next while decoding
   int window = 8;     // of the last queries say what is wanted
   int pages = 12;     // whose rows are read for a KV head at each return, and as many behind them
-  int rows = 32;      // that come back to a KV head at each return, at most; 0: none ever
+  int rows = 64;      // that come back to a KV head at each return, at most; 0: none ever
   double room = 0.5;  // the part of a head's evictable slots that these may take
   int ahead = 16;     // of the following rows a wanted row makes wanted, too
 

@@ -65,15 +65,15 @@ class LayerRows {
   RowBytes rows(int head, const std::vector<int64_t>& positions) {
     return conversation_->file()->rows(layer_, head, positions);
   }
-  // Pages of this layer that have digests; those of the next ones; and the keys that some pages'
-  // tell (`PageDigests`).
+  // Pages of this layer that have digests; making those of the next ones; and those of some pages
+  // (`PageDigests`).
   int digested() {
     return conversation_->digests.count(layer_);
   }
   void digest(int heads, int width, const std::vector<float>& keys) {
     conversation_->digests.append(layer_, heads, width, keys);
   }
-  std::vector<float> digested_keys(int head, int tract, int pages) {
+  Digests digests(int head, int tract, int pages) {
     return conversation_->digests.read(layer_, head, tract, pages);
   }
   // A file's fields as arrays of the store's dtypes: rows of some heads, [1, heads, M, width].

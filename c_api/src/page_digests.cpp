@@ -45,6 +45,17 @@ int nameless(const std::string& folder) {
 
 }  // namespace
 
+float Digests::scale(int page) const {
+  float scale;
+  std::memcpy(&scale, bytes.data() + page * bytes_of(width), sizeof scale);
+  return scale;
+}
+
+const int8_t* Digests::keys(int page) const {
+  const uint8_t* const digest = bytes.data() + page * bytes_of(width);
+  return reinterpret_cast<const int8_t*>(digest + sizeof(float));
+}
+
 void PageDigests::close() {
   if (descriptor_ >= 0) ::close(descriptor_);
   descriptor_ = -1, end_ = 0;
@@ -79,22 +90,15 @@ void PageDigests::append(int layer, int heads, int width, const std::vector<floa
   }
 }
 
-std::vector<float> PageDigests::read(int layer, int head, int tract, int pages) const {
-  const Form form = forms_.at(layer);
-  const size_t of_page = size_t(kPage) * form.width, size = bytes_of(form.width);
-  std::vector<uint8_t> digests(pages * size);
+Digests PageDigests::read(int layer, int head, int tract, int pages) const {
+  const int width = forms_.at(layer).width;
+  const size_t size = bytes_of(width);
+  Digests digests{width, std::vector<uint8_t>(pages * size)};
+  std::vector<uint8_t>& bytes = digests.bytes;
   const int64_t start = tracts_.at({layer, tract}) + int64_t(head) * kTract * int64_t(size);
-  if (pread(descriptor_, digests.data(), digests.size(), start) != ssize_t(digests.size()))
+  if (pread(descriptor_, bytes.data(), bytes.size(), start) != ssize_t(bytes.size()))
     throw FileError("digests of pages could not be read");
-  std::vector<float> keys(pages * of_page);
-  for (int page = 0; page < pages; ++page) {
-    const uint8_t* from = digests.data() + page * size;
-    float scale;
-    std::memcpy(&scale, from, sizeof scale);
-    for (size_t i = 0; i < of_page; ++i)
-      keys[page * of_page + i] = scale * float(int8_t(from[sizeof scale + i]));
-  }
-  return keys;
+  return digests;
 }
 
 void PageDigests::truncate(int layer, int position) {

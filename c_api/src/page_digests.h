@@ -17,6 +17,16 @@ constexpr int kPage = 16;
 // Pages of one head that lie together, and are compared with queries at once.
 constexpr int kTract = 256;
 
+// The digests of some pages of a head, as they are stored.
+struct Digests {
+  int width;
+  std::vector<uint8_t> bytes;
+
+  float scale(int page) const;
+  // A page's keys divided by its scale, [kPage, width].
+  const int8_t* keys(int page) const;
+};
+
 class PageDigests {
  public:
   explicit PageDigests(std::string folder) : folder_(std::move(folder)) {}
@@ -32,9 +42,9 @@ class PageDigests {
   // Keeps digests of a layer's next pages, by their keys [heads, pages, kPage, width]: those of the
   // heads that ask. Raises FileError.
   void append(int layer, int heads, int width, const std::vector<float>& keys);
-  // The keys of some pages of one tract as their digests tell them, [pages, kPage, width]. `head`
-  // is the head's place among those that ask. Raises FileError.
-  std::vector<float> read(int layer, int head, int tract, int pages) const;
+  // The digests of the first pages of one tract. `head` is the head's place among those that ask.
+  // Raises FileError.
+  Digests read(int layer, int head, int tract, int pages) const;
   // Forgets the digests of pages that reach beyond a position.
   void truncate(int layer, int position);
 

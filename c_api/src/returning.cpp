@@ -19,12 +19,13 @@ namespace {
 
 // A wanted row makes the rows behind it wanted, each by this factor less than the one before.
 constexpr double kFading = 0.9;
+// A row is wanted if some query gives it this part of its attention. How much it is wanted is the
+// mean over all queries, as in scores.
+constexpr float kLeastWanted = 0.1f;
 // How names of what is kept begin in a record of the state.
 constexpr char kKept[] = "returning.";
 // The greatest number in `Returns`.
 constexpr int kMostReturns = 1 << 16;
-// How much any row is wanted whose page was read: more than one whose page was not.
-constexpr float kLeastWanted = 1e-30f;
 
 // The queries that say what is wanted.
 struct Asked {
@@ -32,10 +33,10 @@ struct Asked {
   mx::array logsums;  // their log-sum-exp over all that is held, [H, G * W, 1]
 };
 
-// Rows that come back to a run of heads, and what changes with them.
+// What a return changes in a run of heads.
 struct Come {
-  Fields rows;       // [1, heads, M, ...]
-  mx::array scores;  // of the run's slots, [1, heads, N]
+  std::optional<Fields> rows;  // that come back, [1, heads, M, ...]
+  mx::array scores;            // of the rows in the slots, [1, heads, N]
   std::map<int, Credit> credits;
 };
 
@@ -57,70 +58,102 @@ float log_of_sum(float a, float b) {
   return std::max(a, b) + std::log1p(std::exp(-std::abs(a - b)));
 }
 
-// What one head of a run wants, of the positions that are on whole pages.
+// How much one head of a run wants its absent rows, and those that had a lease until now: of the
+// positions that are on whole pages.
 class HeadWants {
  public:
-  // `absent` says of each position whether its row was evicted, `most` how many absent rows are
-  // read at least.
+  // `absent` says of each position whether its row was evicted, `may_come` whether it was, or had a
+  // lease. At least `most` absent rows are read.
   HeadWants(
       BoundedLayer& layer, const Returns& settings, int head, const Asked& asked,
-      const std::vector<bool>& absent, int most)
-      : layer_(layer), settings_(settings), head_(head), asked_(asked), absent_(absent) {
+      const std::vector<bool>& absent, const std::vector<bool>& may_come, int most)
+      : layer_(layer),
+        settings_(settings),
+        head_(head),
+        asked_(asked),
+        absent_(absent),
+        may_come_(may_come) {
     read_ = pages_to_read(most);
     // Others than those that ask get rows for their neighbours' sake, and any will do.
     if (!layer.back->heads[head]) return;
-    for (const auto& [position, own] : own_masses())
-      for (int i = 0; i <= settings_.ahead && position + i < int(absent_.size()); ++i) {
+    for (const auto& [position, mass] : own_masses()) {
+      if (mass.most < kLeastWanted) continue;
+      for (int i = 0; i <= settings_.ahead && read_.contains((position + i) / kPage); ++i) {
         float& of_row = wanted_[position + i];
-        of_row = std::max(of_row, own * float(std::pow(kFading, i)));
+        of_row = std::max(of_row, mass.mean * float(std::pow(kFading, i)));
       }
+    }
   }
 
   // How much a row is wanted; 0 where none was read.
   float of(int position) const {
-    if (position >= int(absent_.size()) || !read_.contains(position / kPage)) return 0;
     const auto found = wanted_.find(position);
-    return std::max(found == wanted_.end() ? 0 : found->second, kLeastWanted);
+    return found == wanted_.end() ? 0 : found->second;
   }
-  // The absent rows that are wanted most, in order of position.
-  std::vector<int> best(int most) const {
+  // The rows that get a lease, in order of position.
+  std::vector<int> leased(int most) const {
+    std::vector<int> rows;
+    for (const auto& [position, wanted] : wanted_)
+      if (may_come_[position]) rows.push_back(position);
+    return most_wanted(std::move(rows), most);
+  }
+  // So many absent rows that are wanted most, in order of position.
+  std::vector<int> coming(int count) const {
     std::vector<int> rows;
     for (const int page : read_)
       for (int position = page * kPage; position < (page + 1) * kPage; ++position)
         if (absent_[position]) rows.push_back(position);
+    return most_wanted(std::move(rows), count);
+  }
+
+ private:
+  std::vector<int> most_wanted(std::vector<int> rows, int most) const {
     std::stable_sort(rows.begin(), rows.end(), [&](int a, int b) { return of(a) > of(b); });
     rows.resize(std::min<size_t>(most, rows.size()));
     std::sort(rows.begin(), rows.end());
     return rows;
   }
 
- private:
+  // The greatest and the mean part of the softmax that queries give a row.
+  struct Mass {
+    float most = 0, mean = 0;
+  };
+
   mx::array of_head(const mx::array& all) const {
     return mx::squeeze(part(all, 0, head_, head_ + 1), 0);
   }
 
-  // The logarithm of the largest estimated mass of each page's evicted rows.
-  std::vector<float> estimated(const std::vector<int>& lost) const {
+  // The logarithm of the largest estimated mass of each page's rows that may come.
+  std::vector<float> estimated(int pages) const {
     const std::vector<bool>& asking = layer_.back->heads;
-    const int pages = int(lost.size()), D = asked_.queries.shape(2);
     std::vector<float> estimates(pages, -kInfinity);
     if (!asking[head_]) {
-      for (int page = 0; page < pages; ++page)
-        if (lost[page]) estimates[page] = 0;
+      for (size_t i = 0; i < may_come_.size(); ++i)
+        if (may_come_[i]) estimates[i / kPage] = 0;
       return estimates;
     }
     const int place = int(std::count(asking.begin(), asking.begin() + head_, true));
+    const int queries = asked_.queries.shape(1), width = asked_.queries.shape(2);
+    // One behind another, so that a key is compared with all of them at once.
+    const std::vector<float> q = floats_of(mx::swapaxes(of_head(asked_.queries), 0, 1));
+    const std::vector<float> sums = floats_of(of_head(asked_.logsums));
+    std::vector<float> products(queries);
     for (int first = 0; first < pages; first += kTract) {
       const int some = std::min(pages - first, kTract);
-      const std::vector<float> told = layer_.spill->digested_keys(place, first / kTract, some);
-      const mx::array keys(told.begin(), mx::Shape{some * kPage, D}, mx::float32);
-      const mx::array logits = mx::matmul(of_head(asked_.queries), mx::swapaxes(keys, 0, 1));
-      const std::vector<float> found = floats_of(mx::max(logits - of_head(asked_.logsums), 0));
-      for (size_t i = 0; i < found.size(); ++i)
-        if (absent_[first * kPage + i]) {
-          float& most = estimates[first + i / kPage];
-          most = std::max(most, found[i]);
+      const Digests digests = layer_.spill->digests(place, first / kTract, some);
+      for (int page = 0; page < some; ++page) {
+        const float scale = digests.scale(page);
+        float& estimate = estimates[first + page];
+        for (int row = 0; row < kPage; ++row) {
+          if (!may_come_[(first + page) * kPage + row]) continue;
+          const int8_t* const key = digests.keys(page) + row * width;
+          std::fill(products.begin(), products.end(), 0.0f);
+          for (int d = 0; d < width; ++d)
+            for (int i = 0; i < queries; ++i) products[i] += float(key[d]) * q[d * queries + i];
+          for (int i = 0; i < queries; ++i)
+            estimate = std::max(estimate, scale * products[i] - sums[i]);
         }
+      }
     }
     return estimates;
   }
@@ -131,7 +164,7 @@ class HeadWants {
     const int pages = int(absent_.size()) / kPage;
     std::vector<int> lost(pages), order(pages);
     for (size_t i = 0; i < absent_.size(); ++i) lost[i / kPage] += absent_[i];
-    const std::vector<float> estimates = estimated(lost);
+    const std::vector<float> estimates = estimated(pages);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(
         order.begin(), order.end(), [&](int a, int b) { return estimates[a] > estimates[b]; });
@@ -145,9 +178,9 @@ class HeadWants {
     return read;
   }
 
-  // The largest part of the softmax that a query gives each row read. Absent rows would have their
-  // part of it, as those that are held have.
-  std::map<int, float> own_masses() const {
+  // The part of the softmax that queries give each row read. Absent rows would have their part of
+  // it, as those that are held have.
+  std::map<int, Mass> own_masses() const {
     std::vector<int64_t> at;
     for (const int page : read_)
       for (int i = 0; i < kPage; ++i) at.push_back(page * kPage + i);
@@ -158,7 +191,7 @@ class HeadWants {
     const std::vector<float> found = floats_of(logits);
     const std::vector<float> sums = floats_of(of_head(asked_.logsums));
     const size_t M = at.size();
-    std::map<int, float> own;
+    std::map<int, Mass> own;
     for (size_t query = 0; query < sums.size(); ++query) {
       const float* of_query = found.data() + query * M;
       float greatest = -kInfinity, sum = 0;
@@ -168,10 +201,12 @@ class HeadWants {
         if (absent_[at[i]]) sum += std::exp(of_query[i] - greatest);
       const float lse = log_of_sum(sums[query], sum > 0 ? greatest + std::log(sum) : -kInfinity);
       for (size_t i = 0; i < M; ++i) {
-        float& most = own[int(at[i])];
-        most = std::max(most, std::exp(std::min(of_query[i] - lse, 0.0f)));
+        const float given = std::exp(std::min(of_query[i] - lse, 0.0f));
+        Mass& mass = own[int(at[i])];
+        mass = {std::max(mass.most, given), mass.mean + given};
       }
     }
+    for (auto& [position, mass] : own) mass.mean /= float(sums.size());
     return own;
   }
 
@@ -179,7 +214,7 @@ class HeadWants {
   const Returns& settings_;
   const int head_;
   const Asked& asked_;
-  const std::vector<bool>& absent_;
+  const std::vector<bool>&absent_, &may_come_;
   std::set<int> read_;  // pages
   std::map<int, float> wanted_;
 };
@@ -191,25 +226,39 @@ float as_score(const BoundedLayer& layer, int position, float wanted) {
   return float(double(wanted) * std::max(layer.offset() - begun, 1));
 }
 
-// The credit that a head's returned rows keep: half, or more where they are still wanted. The rest
-// of it is taken from the scores of the head's slots, which hold these positions.
-Credit kept_credit(
-    const BoundedLayer& layer, const Credit& old, const std::vector<int>& held, float* scores,
-    const HeadWants& wants, int positions) {
-  std::map<int, size_t> slots;
-  for (size_t i = 0; i < held.size(); ++i) slots[held[i]] = i;
-  Credit kept;
+// Takes the credit of a head's leased rows back from the scores of its slots, which hold these
+// positions. Returns the slots of those that are still held.
+std::vector<size_t> end_leases(
+    const BoundedLayer& layer, const Credit& old, const std::vector<int>& held, float* scores) {
+  std::vector<size_t> leased;
   for (size_t i = 0; i < old.positions.size(); ++i) {
-    const int position = old.positions[i];
-    const auto slot = slots.find(position);
-    if (slot == slots.end() || position >= positions) continue;
-    const float given = old.scores[i];
-    const float stays = std::max(given / 2, as_score(layer, position, wants.of(position)));
-    float& score = scores[slot->second];
-    score = std::max(score - given, 0.0f) + stays;
-    kept.positions.push_back(position), kept.scores.push_back(stays);
+    const auto slot = std::find(held.begin(), held.end(), old.positions[i]);
+    if (slot == held.end()) continue;
+    leased.push_back(slot - held.begin());
+    float& score = scores[leased.back()];
+    // Others than sums forget by themselves.
+    if (layer.settings.policy.sums_mass()) score = std::max(score - old.scores[i], 0.0f);
   }
-  return kept;
+  return leased;
+}
+
+// Gives leases to the rows that a head wants most. Returns what their scores are raised by; those
+// of absent rows are 0 before.
+Credit lease(
+    const BoundedLayer& layer, const HeadWants& wants, int most, const std::vector<int>& held,
+    float* scores) {
+  Credit credit;
+  for (const int position : wants.leased(most)) {
+    float raised = as_score(layer, position, wants.of(position));
+    const auto slot = std::find(held.begin(), held.end(), position);
+    if (slot != held.end()) {
+      float& score = scores[slot - held.begin()];
+      raised = std::max(raised - score, 0.0f);
+      score += raised;
+    }
+    credit.positions.push_back(position), credit.scores.push_back(raised);
+  }
+  return credit;
 }
 
 // The fields of rows that come back to the heads of a run, [1, heads, M, ...].
@@ -222,8 +271,12 @@ Fields rows_coming(
   for (int i = 0; i < run.heads(); ++i) {
     of_heads.push_back(layer.spill->rows(run.first + i, {come[i].begin(), come[i].end()}));
     positions.insert(positions.end(), come[i].begin(), come[i].end());
-    const std::vector<float>& given = credits.at(run.first + i).scores;
-    scores.insert(scores.end(), given.end() - come[i].size(), given.end());
+    const auto& [leased, raised] = credits.at(run.first + i);
+    for (const int position : come[i]) {
+      const auto found = std::lower_bound(leased.begin(), leased.end(), position);
+      const bool has = found != leased.end() && *found == position;
+      scores.push_back(has ? raised[found - leased.begin()] : 0);
+    }
   }
   const mx::Shape shape{1, run.heads(), int(come[0].size())};
   Fields rows = layer.spill->in_mlx(of_heads);
@@ -238,13 +291,14 @@ Fields rows_coming(
   return rows;
 }
 
-// The rows that come back to a run of heads; none: nothing changes.
+// What a return changes in a run of heads; none: nothing. It is not changed yet.
 std::optional<Come> come_to(
     BoundedLayer& layer, const Returning& back, const Run& run, const Fields& fields,
     const Asked& asked) {
   const int pages = int(layer.spill->available()) / kPage, count = pages * kPage;
-  const std::vector<int> held = ints_of(true_positions(fields.at("positions")));
-  const size_t N = held.size() / run.heads();
+  const std::vector<int> all = ints_of(true_positions(fields.at("positions")));
+  const size_t N = all.size() / run.heads();
+  std::vector<std::vector<int>> held;
   std::vector<std::vector<bool>> absent(run.heads(), std::vector<bool>(count, true));
   int most = std::min(
       back.settings.rows,
@@ -252,32 +306,43 @@ std::optional<Come> come_to(
           (run.budget - layer.settings.policy.sink - layer.protected_recent(run))));
   const RecentWindow* const window = layer.window();
   for (int i = 0; i < run.heads(); ++i) {
-    for (size_t slot = 0; slot < N; ++slot)
-      if (held[i * N + slot] < count) absent[i][held[i * N + slot]] = false;
+    held.emplace_back(all.begin() + i * N, all.begin() + (i + 1) * N);
+    for (const int position : held[i])
+      if (position < count) absent[i][position] = false;
     if (window)
       for (int p = layer.offset() - window->length(); p < count; ++p) absent[i][p] = false;
     most = std::min(most, int(std::count(absent[i].begin(), absent[i].end(), true)));
   }
   if (most < 1) return std::nullopt;
   std::vector<float> scores = floats_of(fields.at("scores"));
-  std::vector<std::vector<int>> chosen;
+  std::vector<std::vector<bool>> may_come = absent;
+  std::vector<HeadWants> wants;
   std::map<int, Credit> credits;
+  bool had = false;
+  size_t coming = 0;
+  wants.reserve(run.heads());
   for (int i = 0; i < run.heads(); ++i) {
     const int head = run.first + i;
-    const HeadWants wants(layer, back.settings, head, asked, absent[i], most);
-    const auto old = back.credits.find(head);
-    Credit credit = kept_credit(
-        layer, old == back.credits.end() ? Credit{} : old->second,
-        {held.begin() + i * N, held.begin() + (i + 1) * N}, scores.data() + i * N, wants, count);
-    chosen.push_back(wants.best(most));
-    for (const int position : chosen.back()) {
-      credit.positions.push_back(position);
-      credit.scores.push_back(as_score(layer, position, wants.of(position)));
+    float* const of_head = scores.data() + i * N;
+    if (const auto old = back.credits.find(head); old != back.credits.end()) {
+      had = had || !old->second.positions.empty();
+      for (const size_t slot : end_leases(layer, old->second, held[i], of_head))
+        if (held[i][slot] < count) may_come[i][held[i][slot]] = true;
     }
-    credits.emplace(head, std::move(credit));
+    wants.emplace_back(layer, back.settings, head, asked, absent[i], may_come[i], most);
+    const Credit& credit =
+        credits.emplace(head, lease(layer, wants[i], most, held[i], of_head)).first->second;
+    const size_t come = std::count_if(
+        credit.positions.begin(), credit.positions.end(), [&](int p) { return absent[i][p]; });
+    coming = std::max(coming, come);
   }
-  Fields rows = rows_coming(layer, run, fields, chosen, credits);
+  if (!coming && !had) return std::nullopt;
   const mx::array changed(scores.begin(), mx::Shape{1, run.heads(), int(N)}, mx::float32);
+  if (!coming) return Come{std::nullopt, changed, std::move(credits)};
+  // Each head of a run gets as many rows: those that it wants, and others without a lease.
+  std::vector<std::vector<int>> chosen;
+  for (const HeadWants& of_head : wants) chosen.push_back(of_head.coming(int(coming)));
+  Fields rows = rows_coming(layer, run, fields, chosen, credits);
   return Come{std::move(rows), changed, std::move(credits)};
 }
 
@@ -344,13 +409,14 @@ void take_in(
     if (come[i]) {
       for (auto& [head, credit] : come[i]->credits)
         back.credits.insert_or_assign(head, std::move(credit));
-      back.returned += int64_t(come[i]->rows.at("positions").size());
-      layer.unfold(come[i]->rows, run.first);
       held[i].insert_or_assign("scores", come[i]->scores);
-      for (auto& [name, field] : held[i]) {
-        const mx::array rows = mx::astype(come[i]->rows.at(name), field.dtype());
-        field = mx::concatenate({field, rows}, 2);
-      }
+    }
+    if (come[i] && come[i]->rows) {
+      const Fields& rows = *come[i]->rows;
+      back.returned += int64_t(rows.at("positions").size());
+      layer.unfold(rows, run.first);
+      for (auto& [name, field] : held[i])
+        field = mx::concatenate({field, mx::astype(rows.at(name), field.dtype())}, 2);
     }
     over = over || run.budget < held[i].at("positions").shape(2);
   }
@@ -415,6 +481,16 @@ Json Returning::state(Fields& arrays, const std::optional<Frame>& frame) const {
            {"rows", settings.rows},
            {"room", settings.room},
            {"ahead", settings.ahead}}}};
+}
+
+Fields Returning::taken_from(Fields& arrays) {
+  Fields kept;
+  for (auto at = arrays.begin(); at != arrays.end();)
+    if (at->first.starts_with(kKept))
+      kept.insert(arrays.extract(at++));
+    else
+      ++at;
+  return kept;
 }
 
 Returning Returning::of_state(const Json& config, Fields& arrays, const CacheSettings& s) {
@@ -502,7 +578,7 @@ void Returning::note(const mx::array& q) {
 bool Returning::is_due(const BoundedLayer& layer, int length) const {
   if (!settings.rows || !any_asks() || !layer.spill || layer.spill->available() < kPage)
     return false;
-  // Without attention a policy has no use for a credit.
+  // Without attention a policy has no use for a lease.
   if (!layer.settings.policy.needs_attention()) return false;
   if (length == 1 && (layer.offset() % settings.every || !layer.settled())) return false;
   const std::vector<Run>& runs = layer.runs();
@@ -550,7 +626,8 @@ void bring_back(BoundedLayer& layer, const AttentionCall& call, const mx::array&
         std::string("rows cannot be read from the file: ") + error.what());
     return;
   }
-  take_in(layer, back, std::move(held), std::move(come));
+  if (std::any_of(come.begin(), come.end(), [](const auto& one) { return one.has_value(); }))
+    take_in(layer, back, std::move(held), std::move(come));
 }
 
 }  // namespace mlx_h2o

@@ -8,7 +8,7 @@
 
 namespace mlx_h2o {
 
-// The scores that a head's returned rows were given.
+// What the scores of a head's leased rows were raised by until the next return.
 struct Credit {
   std::vector<int> positions;
   std::vector<float> scores;
@@ -25,12 +25,14 @@ class Returning {
   std::vector<bool> heads;
   // The last of the heads that ask, [1, asking * G, L, D] each, in 16 bits, as the model made them.
   std::vector<mx::array> queries;
-  std::map<int, Credit> credits;  // by KV head
+  std::map<int, Credit> credits;  // of the rows that have a lease, by KV head
   int64_t returned = 0;           // rows that came back so far
 
   // What a record of the state keeps of it (python/mlx_h2o/engine/returns_kept.py): arrays, put to
   // those of the cache, and the rest. Queries are kept without the frame.
   Json state(Fields& arrays, const std::optional<Frame>& frame) const;
+  // Takes these arrays out of those of a cache.
+  static Fields taken_from(Fields& arrays);
   // Of a cache with these settings, from its configuration; its arrays are taken out. Raises for
   // what cannot have been kept.
   static Returning of_state(const Json& config, Fields& arrays, const CacheSettings& settings);

@@ -350,12 +350,7 @@ std::pair<Fields, Json> Core::beside_rows() {
 std::unique_ptr<Core> Core::resumed(
     std::shared_ptr<ConversationRows> conversation, int layer, Fields arrays, const Json& config,
     const Fields& tail) {
-  Fields kept;
-  for (auto at = arrays.begin(); at != arrays.end();)
-    if (at->first.starts_with("returning."))
-      kept.insert(arrays.extract(at++));
-    else
-      ++at;
+  Fields kept = Returning::taken_from(arrays);
   std::unique_ptr<Core> core = restored(arrays, config.text());
   check(core->layer_.has_value(), "A record is of caches that have seen tokens.");
   Returning back = Returning::of_state(config, kept, core->settings_);

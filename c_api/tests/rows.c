@@ -495,7 +495,7 @@ static void refuses_what_does_not_fit(const char* folder) {
   expect(!mlx_h2o_spill_make(&late, folder, 1, NULL), "another file, by the defaults");
   expect(mlx_h2o_cache_spill_to(other, late, 0, NULL, 0), "a cache that has seen tokens");
   mlx_h2o_returns wrong = mlx_h2o_returns_default();
-  expect(wrong.every == 32 && wrong.rows == 32 && wrong.room == 0.5, "the defaults");
+  expect(wrong.every == 32 && wrong.rows == 64 && wrong.room == 0.5, "the defaults");
   wrong.room = 0;
   expect(mlx_h2o_spill_make(&late, folder, 1, &wrong), "no room");
   expect(mlx_h2o_last_error_code() == MLX_H2O_ERROR_SETTINGS, "is a wrong setting");

@@ -154,17 +154,65 @@ def test_a_row_that_decoding_wants_comes_a_little_later_and_leaves_when_unwanted
     q, k, v = rows_of(160, 1)
     attended(cache, 0 * q[:, :, :40], k[:, :, :40], v[:, :, :40])
     attended(cache, 0 * q[:, :, 40:], k[:, :, 40:], v[:, :, 40:])
+    absent = set(range(160)) - positions_of(cache, 0) - positions_of(cache, 1)
+    wanted = min(p for p in absent if p + 1 in absent)
+    steps = iter(range(10**6))
+
+    def decode(count, position):
+        for _ in range(count):
+            attended(cache, asking_for(k, position), *rows_of(1, 50 + next(steps))[1:])
+
+    # The row behind it comes with it. It gets no attention itself, and stays by its lease alone.
+    decode(OFTEN.every + 1, wanted)
+    for _ in range(6):
+        assert {wanted, wanted + 1} <= positions_of(cache, 0) & positions_of(cache, 1)
+        assert {wanted, wanted + 1} <= set(cache.back.credits[0].positions.tolist())
+        decode(OFTEN.every, wanted)
+    other = next(p for p in range(8, 40) if abs(p - wanted) > OFTEN.ahead)
+    # The last queries still want it at the next return, not at the one after it.
+    decode(2 * OFTEN.every, other)
+    assert wanted + 1 not in cache.back.credits[0].positions
+    decode(OFTEN.every, other)
+    assert wanted + 1 not in positions_of(cache, 0) | positions_of(cache, 1)
+
+
+@pytest.mark.parametrize("policy", ["salient", "h2o", "tova"])
+def test_rows_that_no_query_gives_much_of_its_attention_stay_in_the_file(tmp_path, policy):
+    returns = {tmp_path: OFTEN, None: None}
+    spills = [at and Spill(at, returns=of) for at, of in returns.items()]
+    cache, without = (H2OKVCache(48, policy=policy, spill=spill) for spill in spills)
+    for i, count in enumerate([40, *[1] * 20, 20, *[1] * 10]):
+        q, k, v = rows_of(count, i)
+        outs = [attended(one, 0.1 * q, k, v) for one in (cache, without)]
+        assert mx.array_equal(*outs)
+    assert cache.back.rows_read > 0
+    assert cache.back.returned == 0
+
+
+def test_a_lease_ends_without_a_trace_in_the_score(tmp_path):
+    """A row's score is the attention that it got since it came."""
+    cache = cache_of(tmp_path, returns=replace(OFTEN, room=0.3))
+    q, k, v = rows_of(160, 1)
+    for start in range(0, 160, 40):
+        part = slice(start, start + 40)
+        attended(cache, 0 * q[:, :, part], k[:, :, part], v[:, :, part])
     wanted = min(set(range(160)) - positions_of(cache, 0))
-    for i in range(OFTEN.every + 1):
-        attended(cache, asking_for(k, wanted), *rows_of(1, 50 + i)[1:])
-    assert wanted in positions_of(cache, 0)
-    first = dict(zip(*cache.back.credits[0], strict=True))[wanted]
-    assert first > 10
-    others = [p for p in range(8, 40) if p != wanted]
-    for i in range(20 * OFTEN.every):
-        attended(cache, asking_for(k, others[i % 8]), *rows_of(1, 500 + i)[1:])
-    credit = dict(zip(*(part.tolist() for part in cache.back.credits[0]), strict=True))
-    assert credit.get(wanted, 0) < 1e-3 * first
+    got, others = 0.0, [p for p in range(8, 40) if p != wanted]
+    came = False
+    for i in range(3 * OFTEN.every):
+        ask = asking_for(k, wanted if i <= OFTEN.every else others[i % 8])
+        attended(cache, ask, *rows_of(1, 500 + i)[1:])
+        views = cache.store.views(cache.store.runs[0])
+        held = true_positions(views["positions"])[0, 0].tolist()
+        if wanted not in held:
+            continue
+        came = True
+        credit = dict(zip(*(part.tolist() for part in cache.back.credits[0]), strict=True))
+        got = views["scores"][0, 0, held.index(wanted)].item() - credit.get(wanted, 0)
+        # At most all of the attention of each step since.
+        assert -1e-3 < got <= 3 * OFTEN.every
+    assert came
+    assert wanted not in cache.back.credits[0].positions
 
 
 def test_rows_come_back_only_to_the_heads_that_ask_for_them(tmp_path):

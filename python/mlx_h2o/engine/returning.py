@@ -7,9 +7,10 @@ masses computed.
 The rows that got most, and those that follow them, take slots: the remainder loses them
 (`Remainder.without`), and the policy chooses the rows that leave for them.
 
-A row that comes back has no recent attention to show, and the policy would evict it at once. So its
-score starts as if it had always had the mass that was just computed. At each later return half of
-this credit is taken back, unless the row is still wanted.
+A row that comes back has no recent attention to show, and the policy would evict it at once. So it
+gets a lease: its score is raised to that of a row that always had the mass just computed. At the
+next return the raise is taken back, and leased rows compete with the evicted ones. Those that are
+still wanted get a new lease, the others are judged by the attention that they got.
 
 Positions and queries are read by the host, which waits for the step before. While decoding that is
 one step of `Returns.every`, and no step waits for its own queries.
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_h2o.attention.backends.reference import softcapped
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.engine import eviction
 from mlx_h2o.engine.array_owner import Fields, marked
@@ -41,6 +43,10 @@ from mlx_h2o.storage.slot_store import Run
 #: A wanted row makes the rows behind it wanted, each by this factor less than the one before: when
 #: the model finds where a fact is told, it reads on from there.
 FADING = 0.9
+#: A row is wanted if some query gives it this part of its attention. In prose queries spread less
+#: than this over many old rows, and rows that came for it would cost more than they bring
+#: (docs/results/returning.md). How much it is wanted is the mean over all queries, as in scores.
+LEAST_WANTED = 0.1
 
 
 class Asked(NamedTuple):
@@ -56,17 +62,21 @@ class Asked(NamedTuple):
     logsums: Array
     softcap: float
 
+    def logits(self, head: int, keys: Array) -> Array:
+        """One head's logits `[G * W, M]` for keys `[M, D]`."""
+        return np.array(softcapped(mx.array(self.queries[head] @ keys.T), self.softcap))
+
 
 class Come(NamedTuple):
-    """The rows that come back to a run of heads, and the scores of its slots afterwards.
+    """What a return changes in a run of heads.
 
     Attributes:
-        rows: Fields `[1, heads, M, ...]`.
-        scores: `[1, heads, N]`.
+        rows: The rows that come back, fields `[1, heads, M, ...]`; None: no row does.
+        scores: The scores of the rows in the slots, `[1, heads, N]`.
         credits: By KV head.
     """
 
-    rows: Fields
+    rows: Fields | None
     scores: mx.array
     credits: dict[int, Credit]
 
@@ -83,7 +93,7 @@ def is_due(back: Returning, layer: Layer, length: int) -> bool:
         return False
     if layer.spill is None or layer.spill.available < PAGE:
         return False
-    if not layer.policy.needs_attention:  # it has no use for a credit
+    if not layer.policy.needs_attention:  # it has no use for a lease
         return False
     return any(layer.lost(run) for run in layer.runs)
 
@@ -124,7 +134,8 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
     except (OSError, ValueError, DamagedFile) as error:
         spill.conversation.fail(f"rows cannot be read from the file: {error}")
         return
-    _take_in(layer, back, held, come)
+    if any(come):
+        _take_in(layer, back, held, come)
 
 
 def _take_in(
@@ -136,11 +147,11 @@ def _take_in(
     for run, fields, of_run in zip(layer.runs, held, come, strict=True):
         if of_run is not None:
             back.credits |= of_run.credits
-            back.returned += of_run.rows["positions"].size
-            layer.unfold(of_run.rows, run.first)
-            fields = {**fields, "scores": of_run.scores}
-            rows = of_run.rows
-            fields = {name: mx.concatenate([fields[name], rows[name]], axis=2) for name in fields}
+            fields, rows = {**fields, "scores": of_run.scores}, of_run.rows
+            if rows is not None:
+                back.returned += rows["positions"].size
+                layer.unfold(rows, run.first)
+                fields = {name: mx.concatenate([of, rows[name]], 2) for name, of in fields.items()}
         parts.append(fields)
     lengths = [fields["positions"].shape[2] for fields in parts]
     if any(run.budget < n for run, n in zip(layer.runs, lengths, strict=True)):
@@ -167,7 +178,7 @@ def _asked(
             keys = without_gaps(keys, places, layer.offset, layer.settings.rope)
         keys = keys[0].astype(mx.float32)
         logits = grouped[run.first : run.last] @ keys[:, None].swapaxes(-1, -2)
-        sums.append(mx.logsumexp(_capped(logits, call.softcap), axis=-1))
+        sums.append(mx.logsumexp(softcapped(logits, call.softcap), axis=-1))
     total = mx.concatenate(sums)
     if layer.settings.remainder:
         saturation = layer.settings.saturations(H)
@@ -177,7 +188,7 @@ def _asked(
         L = own.shape[2]
         logits = grouped @ own[0, :, None].astype(mx.float32).swapaxes(-1, -2)
         sees = mx.arange(L) <= mx.arange(L - W, L)[:, None]
-        logits = mx.where(sees, _capped(logits, call.softcap), -mx.inf)
+        logits = mx.where(sees, softcapped(logits, call.softcap), -mx.inf)
         total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1))
     if call.sinks is not None:
         total = mx.logaddexp(total, call.sinks.astype(mx.float32).reshape(H, -1)[..., None])
@@ -185,12 +196,8 @@ def _asked(
     return Asked(np.array(flat), np.array(total.reshape(H, -1, 1)), call.softcap)
 
 
-def _capped(logits: mx.array, softcap: float) -> mx.array:
-    return softcap * mx.tanh(logits / softcap) if softcap else logits
-
-
 def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked) -> Come | None:
-    """The rows that come back to a run of heads, or None; nothing changes yet."""
+    """What a return changes in a run of heads, or None; nothing changes yet."""
     spill, settings = layer.spill, back.settings
     assert spill is not None
     slots = np.array(true_positions(fields["positions"]))[0]
@@ -203,21 +210,22 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
     if most < 1:
         return None
     heads = range(run.first, run.last)
-    scores, credits, chosen = np.array(fields["scores"])[0].copy(), {}, []
+    scores, wants, credits = np.array(fields["scores"])[0].copy(), list[Wanted](), {}
     for i, head in enumerate(heads):
-        wanted = _wanted(layer, back, head, asked, held[i], most)
-        kept = _kept_credit(layer, back, head, slots[i], scores[i], wanted)
-        of_absent = np.where(wanted.absent, wanted.masses, -1.0)
-        best = most_wanted(of_absent, most)
-        at = wanted.positions[best]
-        chosen.append({name: of_name[best] for name, of_name in wanted.rows.items()})
-        given = _as_scores(layer, at, wanted.masses[best])
-        credits[head] = Credit(
-            np.concatenate([kept.positions, at]).astype(np.int32),
-            np.concatenate([kept.scores, given]),
-        )
-    rows = _rows(layer, fields, chosen, [credits[head] for head in heads])
-    return Come(rows, mx.array(scores[None]), credits)
+        leased = _end_leases(layer, back.credits.get(head), slots[i], scores[i])
+        wants.append(_wanted(layer, back, head, asked, held[i], leased[leased < end], most))
+        credits[head] = _lease(layer, wants[-1], most, slots[i], scores[i])
+    # Each head of a run gets as many rows: those that it wants, and others without a lease.
+    count = max(
+        int((~np.isin(credits[head].positions, of_head)).sum())
+        for head, of_head in zip(heads, slots, strict=True)
+    )
+    if not count:
+        had = any(head in back.credits and len(back.credits[head].positions) for head in heads)
+        return Come(None, mx.array(scores[None]), credits) if had else None
+    rows = [_rows(layer, fields, wants[i], credits[head], count) for i, head in enumerate(heads)]
+    joined = {name: mx.concatenate([of_head[name] for of_head in rows], axis=1) for name in fields}
+    return Come(marked(layer.settings, joined) or joined, mx.array(scores[None]), credits)
 
 
 class Wanted(NamedTuple):
@@ -227,7 +235,8 @@ class Wanted(NamedTuple):
         positions: Their positions.
         rows: Their fields, as the file has them.
         absent: Whether they were evicted.
-        masses: How much they are wanted: their attention mass, or that of a row before them.
+        masses: How much they are wanted: the mean attention mass that queries give them, or to a
+            row before them. 0 for rows that are held without a lease.
     """
 
     positions: Array
@@ -237,7 +246,7 @@ class Wanted(NamedTuple):
 
 
 def _wanted(
-    layer: Layer, back: Returning, head: int, asked: Asked, held: Array, most: int
+    layer: Layer, back: Returning, head: int, asked: Asked, held: Array, leased: Array, most: int
 ) -> Wanted:
     """How much one head wants the rows of the pages that seem to be wanted most.
 
@@ -247,64 +256,62 @@ def _wanted(
         head: The KV head.
         asked: The queries.
         held: Positions of the rows that it holds.
+        leased: Positions of those that had a lease until now.
         most: How many absent rows are read, at least.
     """
-    q, lse = asked.queries[head], asked.logsums[head]
-    at = _positions_of(_pages_read(layer, back, q, lse, head, held, most))
+    at = _positions_of(_pages_read(layer, back, asked, head, held, leased, most))
     back.rows_read += len(at)
     assert layer.spill is not None
     rows = layer.spill.rows(head, at)
-    logits = q @ _seen_at(layer, np.array(_keys_of(layer, rows)), at, held).T
-    if asked.softcap:
-        logits = asked.softcap * np.tanh(logits / asked.softcap)
+    logits = asked.logits(head, _seen_at(layer, np.array(_keys_of(layer, rows)), at, held))
     absent = ~np.isin(at, held)
     # Absent rows would have their part of the softmax, as those that are held have.
     of_absent = np.where(absent, logits, -np.inf)
-    lse = np.logaddexp(lse, np.logaddexp.reduce(of_absent, axis=1, keepdims=True))
-    own = np.exp(np.minimum(logits - lse, 0)).max(axis=0)
-    if not back.asks(head):
-        own = np.zeros_like(own)
+    lse = np.logaddexp(asked.logsums[head], np.logaddexp.reduce(of_absent, 1, keepdims=True))
+    given = np.exp(np.minimum(logits - lse, 0))
+    own = np.where((given.max(axis=0) >= LEAST_WANTED) & back.asks(head), given.mean(axis=0), 0)
     masses = own.copy()
     for i in range(1, min(back.settings.ahead, len(at) - 1) + 1):
         behind = np.where(at[i:] - at[:-i] == i, own[:-i] * FADING**i, 0)
         masses[i:] = np.maximum(masses[i:], behind)
-    return Wanted(at, rows, absent, masses)
+    return Wanted(at, rows, absent, np.where(absent | np.isin(at, leased), masses, 0))
 
 
 def _pages_read(
-    layer: Layer, back: Returning, q: Array, lse: Array, head: int, held: Array, most: int
+    layer: Layer, back: Returning, asked: Asked, head: int, held: Array, leased: Array, most: int
 ) -> list[int]:
     """The pages whose rows are read, ascending: those of the rows with the largest estimated mass.
 
     Args:
         layer: The layer.
         back: What it keeps.
-        q: The head's queries `[G * W, D]`, times the scale.
-        lse: Their log-sum-exp over all that is held, `[G * W, 1]`.
+        asked: The queries.
         head: The KV head.
         held: Positions of the rows that it holds.
+        leased: Positions of those that had a lease until now.
         most: How many absent rows are in these pages, at least.
     """
     spill = layer.spill
     assert spill is not None
     pages = spill.available // PAGE
-    is_absent = np.ones(pages * PAGE, bool)
-    is_absent[held[held < pages * PAGE]] = False
-    absent: Array = is_absent.reshape(pages, PAGE)
-    lost = absent.sum(axis=1)
-    estimates = np.where(lost > 0, 0, -np.inf).astype(np.float32)
+    absent = np.ones(pages * PAGE, bool)
+    absent[held[held < pages * PAGE]] = False
+    lost: Array = absent.reshape(pages, PAGE).sum(axis=1)
+    absent[leased] = True
+    candidates: Array = absent.reshape(pages, PAGE)
+    estimates = np.where(candidates.any(axis=1), 0, -np.inf).astype(np.float32)
     if back.asks(head):
         asking = back.asking_heads(layer.store.heads)
-        place, width = asking.index(head), q.shape[1]
+        place, width = asking.index(head), asked.queries.shape[2]
         for first, digests in spill.digests(place, len(asking), width):
             part = slice(first, min(first + len(digests), pages))
             digests = digests[: part.stop - first]
             keys = digests["keys"].astype(np.float32) * digests["scale"][:, None, None]
             at = np.arange(part.start * PAGE, part.stop * PAGE)
             seen = _seen_at(layer, keys.reshape(-1, width), at, held)
-            logits = (seen @ q.T).reshape(len(digests), PAGE, -1) - lse.T
-            logits = np.where(absent[part], logits.max(axis=2), -np.inf)
-            estimates[part] = logits.max(axis=1)
+            masses = (asked.logits(head, seen) - asked.logsums[head]).max(axis=0)
+            masses = np.where(candidates[part], masses.reshape(-1, PAGE), -np.inf)
+            estimates[part] = masses.max(axis=1)
     return sorted(pages_to_read(estimates, lost, back.settings.pages, most))
 
 
@@ -338,7 +345,8 @@ def pages_to_read(estimates: Array, lost: Array, pages: int, most: int) -> set[i
     """The pages that are read: those of the largest estimates, and each one's next.
 
     Args:
-        estimates: The logarithm of the largest estimated mass of a page's evicted rows.
+        estimates: The logarithm of the largest estimated mass of a page's rows that may get a
+            lease.
         lost: How many of its rows were evicted.
         pages: So many are read, and as many behind them.
         most: How many evicted rows are read, at least.
@@ -357,41 +365,60 @@ def most_wanted(rank: Array, most: int) -> Array:
     return at
 
 
-# -- credit ------------------------------------------------------------------------------------
+# -- leases ------------------------------------------------------------------------------------
 
 
-def _as_scores(layer: Layer, positions: Array, wanted: Array) -> Array:
-    """The scores `[M]` of rows that always had the mass `wanted`."""
-    if not layer.policy.sums_mass:
-        return np.asarray(wanted, np.float32)
-    begun = np.maximum(positions, layer.aged_from)
-    given: Array = (wanted * np.maximum(layer.offset - begun, 1)).astype(np.float32)
-    return given
-
-
-def _kept_credit(
-    layer: Layer, back: Returning, head: int, held: Array, scores: Array, wanted: Wanted
-) -> Credit:
-    """The credit that a head's returned rows keep: half, or more where they are still wanted.
+def _end_leases(layer: Layer, credit: Credit | None, held: Array, scores: Array) -> Array:
+    """Take the credit of a head's leased rows back.
 
     Args:
         layer: The layer.
-        back: What it keeps.
-        head: The KV head.
+        credit: What their scores were raised by; None: no row of the head had a lease.
         held: Positions of the rows in its slots, `[N]`.
-        scores: Their scores `[N]`, from which the rest of the credit is taken.
-        wanted: What the head wants.
+        scores: Their scores `[N]`, which change.
+
+    Returns:
+        The positions of those that are still held.
     """
-    old = back.credits.get(head, Credit(np.zeros(0, np.int64), np.zeros(0, np.float32)))
-    slots = {position: slot for slot, position in enumerate(held.tolist())}
-    masses = dict(zip(wanted.positions.tolist(), wanted.masses.tolist(), strict=True))
-    still = [i for i, position in enumerate(old.positions.tolist()) if position in slots]
-    positions, given = old.positions[still], old.scores[still]
-    now = np.array([masses.get(position, 0.0) for position in positions.tolist()])
-    kept = np.maximum(given / 2, _as_scores(layer, positions, now))
-    at = [slots[position] for position in positions.tolist()]
-    scores[at] = np.maximum(scores[at] - given, 0) + kept
-    return Credit(positions, kept)
+    if credit is None:
+        return np.zeros(0, np.int32)
+    slots = _slots_of(held)
+    still = [i for i, position in enumerate(credit.positions.tolist()) if position in slots]
+    if layer.policy.sums_mass:  # other scores forget by themselves
+        at = [slots[position] for position in credit.positions[still].tolist()]
+        scores[at] = np.maximum(scores[at] - credit.scores[still], 0)
+    return credit.positions[still]
+
+
+def _lease(layer: Layer, wanted: Wanted, most: int, held: Array, scores: Array) -> Credit:
+    """Give leases to the rows that are wanted most.
+
+    Args:
+        layer: The layer.
+        wanted: What the head wants.
+        most: How many get one, at most.
+        held: Positions of the rows in its slots, `[N]`.
+        scores: Their scores `[N]`, which change where they get one.
+
+    Returns:
+        What the scores are raised by. Those of absent rows are 0 before.
+    """
+    best = most_wanted(wanted.masses, most)
+    best = best[wanted.masses[best] > 0]
+    positions, raised = wanted.positions[best].astype(np.int32), wanted.masses[best]
+    if layer.policy.sums_mass:
+        raised = raised * np.maximum(layer.offset - np.maximum(positions, layer.aged_from), 1)
+    raised, slots = raised.astype(np.float32), _slots_of(held)
+    for i, position in enumerate(positions.tolist()):
+        if (slot := slots.get(position)) is not None:
+            raised[i] = max(raised[i] - scores[slot], 0)
+            scores[slot] += raised[i]
+    return Credit(positions, raised)
+
+
+def _slots_of(held: Array) -> dict[int, int]:
+    """The slot of each position held."""
+    return {position: slot for slot, position in enumerate(held.tolist())}
 
 
 # -- rows of the file --------------------------------------------------------------------------
@@ -401,7 +428,7 @@ def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
     """Make the digests of pages that were completed since the last time.
 
     Other heads than those that ask have none, and queries of zeros: a head whose neighbours in its
-    run ask gets some rows back, too, and any will do. They have no credit, and are the first to
+    run ask gets some rows back, too, and any will do. They have no lease, and are the first to
     leave again.
     """
     last = spill.available // PAGE
@@ -413,30 +440,25 @@ def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
         spill.digest(digests_of(np.stack(keys).reshape(len(heads), pages, PAGE, -1)))
 
 
-def _rows(
-    layer: Layer, fields: Fields, come: Sequence[dict[str, Array]], credits: Sequence[Credit]
-) -> Fields:
-    """The fields of the rows that come back to a run, `[1, heads, M, ...]`.
+def _rows(layer: Layer, fields: Fields, wanted: Wanted, credit: Credit, count: int) -> Fields:
+    """The fields of the rows that come back to a head, `[1, 1, count, ...]`.
 
     Args:
         layer: The layer.
-        fields: The fields of the run's slots, whose names and dtypes the rows take.
-        come: Each head's rows, as the file has them, `[M, ...]` by name.
-        credits: Each head's credit, whose last M positions and scores are theirs.
+        fields: The fields of the slots, whose names and dtypes the rows take.
+        wanted: What the head wants.
+        credit: The credit of its rows with a lease.
+        count: How many come: those with a lease that are absent, and further absent ones.
     """
-    heads: list[Fields] = []
-    for of_file, credit in zip(come, credits, strict=True):
-        of_head, M = _in_mlx(layer, of_file), len(of_file["keys"])
-        of_head["positions"] = mx.array(credit.positions[-M:].astype(np.int32))
-        of_head["scores"] = mx.array(credit.scores[-M:])
-        if "value_lengths" in fields:
-            of_head["value_lengths"] = value_lengths(dense(layer.packing.rows("values", of_head)))
-        heads.append(of_head)
-    rows = {
-        name: mx.stack([of_head[name] for of_head in heads])[None].astype(field.dtype)
-        for name, field in fields.items()
-    }
-    return marked(layer.settings, rows) or rows
+    best = most_wanted(np.where(wanted.absent, wanted.masses, -1.0), count)
+    rows = _in_mlx(layer, {name: of_name[best] for name, of_name in wanted.rows.items()})
+    at = wanted.positions[best].astype(np.int32)
+    raised = dict(zip(credit.positions.tolist(), credit.scores.tolist(), strict=True))
+    scores = [raised.get(position, 0.0) for position in at.tolist()]
+    rows |= {"positions": mx.array(at), "scores": mx.array(scores)}
+    if "value_lengths" in fields:
+        rows["value_lengths"] = value_lengths(dense(layer.packing.rows("values", rows)))
+    return {name: rows[name][None, None].astype(field.dtype) for name, field in fields.items()}
 
 
 def _keys_of(layer: Layer, rows: dict[str, Array]) -> mx.array:

@@ -17,7 +17,7 @@ from mlx_h2o.storage.slot_store import Run
 
 
 class Credit(NamedTuple):
-    """The scores that a head's returned rows were given, `[M]` each."""
+    """What the scores of a head's leased rows were raised by until the next return, `[M]` each."""
 
     positions: Array
     scores: Array
@@ -33,7 +33,7 @@ class Returning:
     Attributes:
         queries: The last queries of the heads that ask, `[1, asking * G, L, D]` each, in 16 bits
             and without key scaling.
-        credits: By KV head.
+        credits: The credit of the rows that have a lease, by KV head.
         returned: Rows that came back so far.
         rows_read: Rows that were read from the file so far.
     """

@@ -68,7 +68,7 @@ class Returns:
     every: int = 32
     window: int = 8
     pages: int = 12
-    rows: int = 32
+    rows: int = 64
     room: float = 0.5
     ahead: int = 16
 

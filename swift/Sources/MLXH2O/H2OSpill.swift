@@ -35,7 +35,7 @@ public struct H2OSpill: Sendable, Equatable {
     /// - Throws: ``H2OError/configuration(_:)`` for numbers out of range.
     public init(
         folder: URL = usualFolder, every: Int = 32, window: Int = 8, pages: Int = 12,
-        rows: Int = 32, room: Double = 0.5, ahead: Int = 16, keeps: Bool = false
+        rows: Int = 64, room: Double = 0.5, ahead: Int = 16, keeps: Bool = false
     ) throws {
         (self.folder, self.every, self.window, self.pages) = (folder, every, window, pages)
         (self.rows, self.room, self.ahead, self.keeps) = (rows, room, ahead, keeps)

@@ -84,7 +84,8 @@ import Testing
             for caches in both {
                 #expect(
                     try ModelTests.generated(model, caches, prompt: 200, tokens: 40).count == 40)
-                #expect(caches.allSatisfy { $0.spillFailure == nil && $0.rowsReturned > 0 })
+                #expect(caches.allSatisfy { $0.spillFailure == nil })
+                #expect(caches.contains { $0.rowsReturned > 0 })
             }
             #expect(files(in: folder).count == 2)
         }
@@ -179,8 +180,9 @@ import Testing
             #expect(
                 same(logits(model, never, at ..< at + 30), logits(model, caches, at ..< at + 30)))
             let pairs = zip(never, caches).map { ($0 as! H2OKVCache, $1 as! H2OKVCache) }
+            #expect(pairs.contains { $0.0.rowsReturned > 0 })
             for (one, other) in pairs {
-                #expect(one.rowsReturned > 0 && other.spillFailure == nil)
+                #expect(one.spillFailure == nil && other.spillFailure == nil)
                 #expect(one.settings.json.text == other.settings.json.text)
                 #expect(try one.keptPositions() == other.keptPositions())
                 #expect(try one.keptScores() == other.keptScores())
