@@ -36,6 +36,7 @@ from benchmarks.board.summaries import PRINTED, summed_up
 from benchmarks.board.tables import COLUMNS, distance, failures, lost, tables_of
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
+from mlx_h2o.model_caches import compress
 
 P, C = 256, 6
 PAPERS = [momentkv.rival(), attention_matching.rival(), *turboquant.rivals()]
@@ -90,6 +91,23 @@ def test_what_waits_for_the_file_and_the_last_queries_count(
         queries.clear()
     assert beside > 0
     assert counted_bytes(cache) == counted - beside
+
+
+def test_kvzip_keeps_values_as_they_are(
+    stage: Stage, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fitted values are ours, not KVzip's."""
+    fitted: list[bool] = []
+    compress_into = compress.compress_into
+
+    def noted(*given: object, **named: object) -> object:
+        fitted.append(bool(named["fitted"]))
+        return compress_into(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("benchmarks.board.in_package.compress_into", noted)
+    for name in ("kvzip (ours)", f"{OURS} compress"):
+        next(rival for rival in in_package() if rival.name == name).read(stage, task.row(0), 0.25)
+    assert fitted == [False, True]
 
 
 def test_a_full_cache_is_no_distance_from_itself(
