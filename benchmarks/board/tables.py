@@ -121,9 +121,12 @@ def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival
         by_kind = ruler_facts(found, model, rival, kinds)
         if by_kind:
             whole = _summed(by_kind) if len(by_kind) == len(kinds) else None
-            name = f"{rival.name} †" if rival.prompts_only else rival.name
+            name = f"{rival.name} †" if rival.prompts_only else _bold(rival.name)
+            share = None if rival.keeps_all else RULER_SHARE
+            own = [Cell(model, f"{RULER} {kind}", rival.name, share) for kind in by_kind]
+            name += " ‡" if any(PRINTED in found[cell] for cell in own) else ""
             cells = [_of(by_kind.get(kind)) for kind in kinds]
-            ranked.append((-(whole or (-1, 0))[0], [_bold(name), *cells, _of(whole)]))
+            ranked.append((-(whole or (-1, 0))[0], [name, *cells, _of(whole)]))
     if ranked:
         title = f"{model}, RULER, {label(RULER_SHARE)} of the bytes or, with every token, own bytes"
         rows = [row for _, row in sorted(ranked, key=lambda one: one[0])]
