@@ -22,6 +22,7 @@ from benchmarks.board.tasks import (
     NEEDLES,
     RULER,
     RULER_SHARE,
+    SPEAKERS,
     TEXTS_TASK,
     Task,
     growing,
@@ -80,7 +81,7 @@ class Plan:
 
 
 def plans_of(stage: Stage, sizes: Sizes, words: Sequence[str] = ()) -> list[Plan]:
-    """The texts, the needles, the hard needles, and RULER's tasks.
+    """The texts, those of several speakers, the needles, the hard needles, and RULER's tasks.
 
     Args:
         stage: The model's tokenizer.
@@ -89,7 +90,10 @@ def plans_of(stage: Stage, sizes: Sizes, words: Sequence[str] = ()) -> list[Plan
     """
     P = sizes.prompt
     made = [
-        Plan(TEXTS_TASK, partial(texts, stage, P, sizes.continuation, sizes.samples)),
+        *(
+            Plan(name, partial(texts, stage, P, sizes.continuation, sizes.samples, name))
+            for name in (TEXTS_TASK, SPEAKERS)
+        ),
         Plan(NEEDLES, partial(needles, stage, P, sizes.facts)),
     ]
     if sizes.growing:
@@ -123,6 +127,7 @@ def measure(
     record: Record,
     tell: Tell,
     until: float = math.inf,
+    again: bool = False,
 ) -> int:
     """Measure the cells that a record lacks, and return how many it lacks still.
 
@@ -136,13 +141,15 @@ def measure(
         record: What was measured before; new cells are added.
         tell: Called before each cell.
         until: The time, by `time.monotonic`, after which no further cell is begun.
+        again: Whether cells of other commits are measured anew.
     """
     model = stage.model_name
     named = {plan.name: plan for plan in plans}
     whole = list(cells_of(model, plans, rivals, shares))
-    missing = [(cell, rival) for cell, rival in whole if not record.has(cell)]
-    ready: tuple[Task, mx.array] | None = None
     at = commit()
+    which = at if again else None
+    missing = [(cell, rival) for cell, rival in whole if not record.has(cell, which)]
+    ready: tuple[Task, mx.array] | None = None
     for i, (cell, rival) in enumerate(missing):
         if time.monotonic() > until:
             return len(missing) - i

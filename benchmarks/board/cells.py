@@ -1,14 +1,21 @@
-"""The record of a run: one JSON line for each cell, so that a later run can go on."""
+"""The record of a run: one JSON line for each cell, so that a later run can go on.
+
+The repository keeps such records, too, with the means of each sample instead of its tokens
+(`docs/results/board/`), so that another machine can go on.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: A cell's scores, or {"failed": why}.
+#: A cell's scores, or {"failed": why}, or {"printed": figures} (`summaries.PRINTED`).
 Found = dict[str, Any]
+#: Scores of a cell that are lists of rows, and their digits in the repository.
+BY_TOKEN, DIGITS = ("kl", "changed", "nll"), 7
 
 
 class Cell(NamedTuple):
@@ -31,43 +38,86 @@ class Record:
     """Cells that were measured, on disk.
 
     Args:
-        path: The file; it is made when the first cell is added.
+        path: The file; it is made if it is not there.
         protocol: Everything on which scores depend, as JSON types. Cells of another protocol are
             not used.
-        resume: Whether cells that the file holds are used; if not, the file begins anew.
+        resume: Whether cells that were measured before are used; if not, the file begins anew.
+        kept: The repository's record. Its cells are used where the file has none.
 
     Raises:
         ValueError: The file holds cells of another protocol.
     """
 
-    def __init__(self, path: Path, protocol: dict[str, Any], resume: bool):
+    def __init__(
+        self, path: Path, protocol: dict[str, Any], resume: bool, kept: Path | None = None
+    ):
         self.path, self.protocol = path, protocol
-        self.found: dict[Cell, Found] = dict(self._read()) if resume and path.exists() else {}
-        if not self.found:
+        self.found: dict[Cell, Found] = {}
+        if resume and kept is not None and kept.exists() and self._is_of(kept):
+            self.found |= _cells(kept)
+        if not (resume and path.exists()):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"protocol": protocol}) + "\n", encoding="utf-8")
-
-    def _read(self) -> Iterator[tuple[Cell, Found]]:
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        if not lines or json.loads(lines[0]) != {"protocol": json.loads(json.dumps(self.protocol))}:
+            path.write_text(self._first(), encoding="utf-8")
+            return
+        if not self._is_of(path):
             raise ValueError(
-                f"{self.path} has cells of other settings: give another --record, or no --resume."
+                f"{path} has cells of other settings: give another --record, or no --resume."
             )
-        for line in lines[1:]:
+        self.found |= _cells(path)
+
+    def _first(self) -> str:
+        return json.dumps({"protocol": self.protocol}) + "\n"
+
+    def _is_of(self, path: Path) -> bool:
+        with path.open(encoding="utf-8") as file:
+            return file.readline() == self._first()
+
+    def has(self, cell: Cell, at: str | None = None) -> bool:
+        """Whether a cell was measured; one that failed is tried again.
+
+        Args:
+            cell: The cell.
+            at: The commit at which it must have been measured; None: any.
+        """
+        found = self.found.get(cell, {"failed": "not measured yet"})
+        return "failed" not in found and at in (None, found.get("commit"))
+
+    def add(self, cell: Cell, found: Found) -> None:
+        """Keep a cell, on disk as well."""
+        self.found[cell] = found
+        # One write for a line, so that runs of different rivals may share a record.
+        with self.path.open("ab", buffering=0) as file:
+            file.write(_line(cell, found).encode())
+
+    def keep(self, path: Path) -> None:
+        """Write all cells as the repository keeps them: in order, with the means of each sample."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ordered = sorted(self.found, key=lambda cell: (cell.task, cell.rival, cell.share or 0))
+        lines = [_line(cell, by_sample(self.found[cell])) for cell in ordered]
+        path.write_text("".join([self._first(), *lines]), encoding="utf-8")
+
+
+def by_sample(found: Found) -> Found:
+    """A cell's scores with one mean for each sample in the place of its tokens' scores."""
+    means = {
+        name: [[round(statistics.fmean(row), DIGITS)] for row in found[name]]
+        for name in BY_TOKEN
+        if name in found
+    }
+    return {**found, **means}
+
+
+def _line(cell: Cell, found: Mapping[str, Any]) -> str:
+    return json.dumps({"cell": cell, "found": found}) + "\n"
+
+
+def _cells(path: Path) -> dict[Cell, Found]:
+    def each() -> Iterator[tuple[Cell, Found]]:
+        for line in path.read_text(encoding="utf-8").splitlines()[1:]:
             try:
                 one = json.loads(line)
             except json.JSONDecodeError:  # the run was killed while it wrote the last line
                 continue
             yield Cell(*one["cell"]), one["found"]
 
-    def has(self, cell: Cell) -> bool:
-        """Whether a cell was measured; one that failed is tried again."""
-        return "failed" not in self.found.get(cell, {"failed": "not measured yet"})
-
-    def add(self, cell: Cell, found: Found) -> None:
-        """Keep a cell, on disk as well."""
-        self.found[cell] = found
-        line = json.dumps({"cell": cell, "found": found}) + "\n"
-        # One write for a line, so that runs of different rivals may share a record.
-        with self.path.open("ab", buffering=0) as file:
-            file.write(line.encode())
+    return dict(each())

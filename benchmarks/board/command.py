@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -26,6 +25,7 @@ from benchmarks.board.cells import Cell, Found, Record
 from benchmarks.board.chart import draw
 from benchmarks.board.reading import plain
 from benchmarks.board.rivals import Rival
+from benchmarks.board.summaries import PRINTED
 from benchmarks.board.tables import LOST_COLUMNS, failures, lost, settings_of, table, tables_of
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o._utils.files import cache_folder
@@ -37,6 +37,8 @@ from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 
 MODELS = ("smollm2-135m", EMBEDDED_MODEL)
+#: The repository's record: a folder for each length, in it a file for each model.
+KEPT = Path("docs/results/board")
 SHARES = (1 / 4, 1 / 8, 1 / 16)
 #: Tokens of a prompt that are read at once.
 CHUNK = 128
@@ -77,7 +79,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--tasks", nargs="+", default=[], help="tasks whose names contain one of these"
     )
-    made.add_argument("--resume", action="store_true", help="keep cells that were measured before")
+    made.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep cells that were measured before, here or in the repository's record",
+    )
+    made.add_argument(
+        "--again",
+        action="store_true",
+        help="of those, measure the chosen cells of other commits anew",
+    )
     made.add_argument(
         "--minutes",
         type=float,
@@ -87,7 +98,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--record", type=Path, help="folder of the cells, a file for each model (cache folder)"
     )
-    made.add_argument("--json", type=Path, help="write all cells there, too")
+    made.add_argument(
+        "--keep",
+        type=Path,
+        help=f"write all cells there, too, with the means of their samples: {KEPT}",
+    )
     made.add_argument("--svg", type=Path, help="draw the chart there, too")
     return made
 
@@ -168,8 +183,12 @@ def run(args: argparse.Namespace) -> None:
     print(table("Rivals and their settings", ("rival", "settings", "source"), settings_of(rivals)))
     if failed := failures(found, args.model):
         print(table("What did not run", ("rival", "model", "where", "why"), failed))
-    print(f"Cells were measured at {', '.join(commits(found))}.")
-    write(args, found, rivals)
+    if at := commits(found):
+        print(f"Cells were measured at {', '.join(at)}.")
+    if then := {one[PRINTED]["printed"] for one in found.values() if PRINTED in one}:
+        print(f"\n‡ Figures as printed {', '.join(sorted(then))}; their samples are lost.")
+    if args.svg:
+        draw(found, args.model, rivals, args.svg)
 
 
 def minutes_of(args: argparse.Namespace) -> float:
@@ -183,26 +202,17 @@ def commits(found: dict[Cell, Found]) -> list[str]:
     return list(dict.fromkeys(one["commit"] for one in found.values() if "commit" in one))
 
 
-def write(args: argparse.Namespace, found: dict[Cell, Found], rivals: Sequence[Rival]) -> None:
-    """The cells as JSON, and the chart, where they are asked for."""
-    if args.json:
-        cells = [{**cell._asdict(), **scores} for cell, scores in found.items()]
-        args.json.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
-    if args.svg:
-        draw(found, args.model, rivals, args.svg)
-
-
 def measured(
     model: str, sizes: Sizes, rivals: Sequence[Rival], args: argparse.Namespace, until: float
 ) -> tuple[Stage, Record, int]:
     """A model's stage, its record, and the number of cells that are missing still."""
     length = "quick" if args.quick else "evening" if args.evening else "whole"
     folder = args.record or cache_folder() / "board" / length
-    name = model.replace("/", "--").replace(":", "-")
+    name = f"{model.replace('/', '--').replace(':', '-')}.jsonl"
     facts = "questions" if model == EMBEDDED_MODEL else "cloze"
     stage = Stage(model, SAMPLE_TEXT.read_text(encoding="utf-8"), facts, CHUNK, args.seed)
     protocol = protocol_of(model, sizes, CHUNK, args.seed)
-    record = Record(folder / f"{name}.jsonl", protocol, args.resume)
+    record = Record(folder / name, protocol, args.resume, KEPT / length / name)
     profile_at_load(stage.model)
     plans = plans_of(stage, sizes, args.tasks)
     with progress_bar(f"board, {model}", "cells") as told:
@@ -211,7 +221,9 @@ def measured(
             told.about(f"{cell.task}, {cell.rival}, {label(cell.share) if cell.share else 'all'}")
             told(done, whole)
 
-        left = measure(stage, plans, rivals, sizes.shares, record, tell, until)
+        left = measure(stage, plans, rivals, sizes.shares, record, tell, until, args.again)
+    if args.keep:
+        record.keep(args.keep / length / name)
     return stage, record, left
 
 

