@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -198,8 +199,9 @@ def minutes_of(args: argparse.Namespace) -> float:
 
 
 def commits(found: dict[Cell, Found]) -> list[str]:
-    """The commits at which cells were measured, in their order."""
-    return list(dict.fromkeys(one["commit"] for one in found.values() if "commit" in one))
+    """The commits at which cells were measured, those of most cells first."""
+    counts = Counter(one["commit"] for one in found.values() if "commit" in one)
+    return sorted(counts, key=lambda at: (-counts[at], at))
 
 
 def measured(

@@ -247,7 +247,8 @@ def _lost_ruler(
 def failures(found: Mapping[Cell, Found], models: Sequence[str]) -> list[list[str]]:
     """Rows that say which rivals did not run, and why; equal reasons share a row."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
-    for cell, scores in found.items():
+    # In one order, whatever the order in which they were measured.
+    for cell, scores in sorted(found.items(), key=lambda one: (*one[0][:3], one[0].share or 0)):
         if "failed" in scores and cell.model in models:
             place = label(cell.share) if cell.share else "own bytes"
             reasons.setdefault((cell.rival, cell.model, scores["failed"]), []).append(
