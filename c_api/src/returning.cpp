@@ -573,6 +573,13 @@ void Returning::note(const mx::array& q) {
     queries.erase(queries.begin());
     behind -= queries[0].shape(2);
   }
+  mx::array& first = queries[0];
+  const int spare = first.shape(2) + behind - window;
+  if (spare <= 0) return;
+  first = mx::contiguous(
+      mx::slice(
+          first, {0, 0, spare, 0},
+          {first.shape(0), first.shape(1), first.shape(2), first.shape(3)}));
 }
 
 bool Returning::is_due(const BoundedLayer& layer, int length) const {

@@ -111,7 +111,7 @@ def test_bytes_are_never_exceeded_at_any_length(embedded, text, size, bits, undo
 
 
 @pytest.mark.parametrize("size", ["20%", "40%"])
-@pytest.mark.parametrize("step", [1, 13, 50])
+@pytest.mark.parametrize("step", [1, 7, 50])
 def test_bytes_are_never_exceeded_with_a_file_of_rows(embedded, text, size, step, tmp_path):
     """What waits for the file, the last queries and the credits of returned rows count, too."""
     model, _ = embedded

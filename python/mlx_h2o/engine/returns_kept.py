@@ -62,6 +62,9 @@ class Returning:
         kept = [*self.queries, self.asking(q, heads)]
         while sum(part.shape[2] for part in kept[1:]) >= self.settings.window:
             kept.pop(0)
+        spare = sum(part.shape[2] for part in kept) - self.settings.window
+        if spare > 0:
+            kept[0] = mx.contiguous(kept[0][:, :, spare:])
         self.queries = kept
 
     def asking(self, q: mx.array, heads: int) -> mx.array:
