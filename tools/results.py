@@ -171,12 +171,14 @@ def block_text(command: str, body: str) -> str:
 def printed(block: Block, commit: str) -> Block:
     """The block, printed again."""
     table = _output_of(block.to_run)
+    # Its program is imported here, which turns OpenBLAS on as it did in the run.
+    settings = block.settings_now()
     note = f"Printed {date.today().isoformat()} at commit {commit}; BLAS: {blas()}."
     # rich pads the lines around a table.
     lines = "\n".join(line.rstrip() for line in table.strip().splitlines())
     lines = re.sub(r"\n{3,}", "\n\n", lines)
     body = f"    {block.command}\n\n{lines}\n\n{note}"
-    return Block(block.page, block.command, block.settings_now(), body)
+    return Block(block.page, block.command, settings, body)
 
 
 def _output_of(command: list[str]) -> str:
