@@ -43,8 +43,8 @@ from mlx_h2o.storage.remainder import SATURATION
 #: Tokens of a window. Its logits and all activations are in memory for the pass back.
 WINDOW = 512
 #: Windows, evenly spaced over the text, with a draw each; in a short text they overlap. On one
-#: window of SmolLM2 the logarithm of a head's KL is off by 0.41 with one draw (standard deviation,
-#: against limiting each head alone), by 0.29 with four, by 0.28 with six; other text adds more.
+#: window of SmolLM2 the logarithm of a head's KL is off by 0.38 with one draw (standard deviation,
+#: against limiting each head alone), by 0.30 with four, by 0.28 with six; other text adds more.
 WINDOWS = 8
 #: A head has one slot for so many tokens of a window: as in the small memories in which shares
 #: matter most.
