@@ -170,7 +170,9 @@ class Conversations:
         if self.sessions is not None:
             saved = self.sessions.longest_before(self._wanted, key)
         in_file = known if found is not None and goes_on_in_file(found.cache) else 0
-        from_rows = self._from_rows(key, in_file, max(known, token_count(saved.key) if saved else 0))
+        from_rows = self._from_rows(
+            key, in_file, max(known, token_count(saved.key) if saved else 0)
+        )
         if from_rows is not None:
             return from_rows
         # A shrunk conversation's file still holds everything from before.
