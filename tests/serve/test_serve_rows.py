@@ -295,7 +295,7 @@ class Disk:
     folder: Path
 
 
-@pytest.fixture(scope="module", params=[EVERY, state_keeping.EVERY])
+@pytest.fixture(scope="module", params=[EVERY, 2 * EVERY, state_keeping.EVERY])
 def disks(request, tmp_path_factory):
     """Copies of the folders at each step of a conversation's second and third turn, and its texts.
 
