@@ -1,10 +1,13 @@
 """`serve --spill --sessions`: after kill -9 a conversation goes on in its file of rows."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import openai
@@ -14,13 +17,13 @@ from serve_until_killed import EVERY, settings
 from mlx_h2o.caches.resume import told_by
 from mlx_h2o.serve.kept_rows import KeptRows, Told
 from mlx_h2o.serve.marks import Mark
-from mlx_h2o.serve.sessions import token_count, tokens_of
+from mlx_h2o.serve.sessions import Sessions, token_count, tokens_of
 from mlx_h2o.spill import state_keeping
 from mlx_h2o.spill.conversation_rows import close_all
 from mlx_h2o.spill.layout import POSITIONS
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import Spill
-from serving import MODEL, serving, words
+from serving import MODEL, serving, until, words
 
 #: A record is in its file when the block before it is: two blocks later.
 LATE = 2 * 16
@@ -271,3 +274,86 @@ def test_an_ordinary_end_loses_no_token(tmp_path, asked_alone):
         assert found >= newest
         assert whole - found < 12
         assert in_file(running)[0].spill.conversation.file.path == file
+
+
+# -- a kill between any two steps of writing ------------------------------------------------------
+
+
+@dataclass
+class Disk:
+    """What was on disk at one moment.
+
+    Attributes:
+        step: What had just been done.
+        answers: Turns whose ends their client had.
+        noted: Turns that were on disk.
+    """
+
+    step: str
+    answers: int
+    noted: int
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=[EVERY, 2 * EVERY, state_keeping.EVERY])
+def disks(request, tmp_path_factory):
+    """Copies of the folders at each step of a conversation's second and third turn, and its texts.
+
+    Returns:
+        The copies, and the prompt of each turn with its answer.
+    """
+    root, copies, said = tmp_path_factory.mktemp("disks"), list[Disk](), list[str]()
+    folder, noted, one_at_a_time = root / "now", 0, threading.Lock()
+
+    def copied(step):
+        with one_at_a_time:  # they come from several threads
+            if noted:
+                copy = root / str(len(copies))
+                shutil.copytree(folder, copy)
+                copies.append(Disk(step, len(said), noted, copy))
+
+    def stepwise(owner, name):
+        real = getattr(owner, name)
+
+        def done(*args, **kwargs):
+            nonlocal noted
+            result = real(*args, **kwargs)
+            noted += name == "note"
+            copied(f"{name} {result}")
+            return result
+
+        patched.setattr(owner, name, done)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(state_keeping, "EVERY", request.param)
+        for step in [(Sessions, "note"), (Sessions, "forget"), (KeptRows, "record")]:
+            stepwise(*step)
+        stepwise(state_keeping, "write_record")
+        with serving(**settings(folder / "sessions", folder / "rows")) as running:
+            prompt = words(0, 60)
+            for turn in range(3):
+                prompt += running.ask(prompt, 20 + 40 * turn)
+                said.append(prompt)
+                prompt += " " + words(300 + 20 * turn, 8)
+                until(lambda: not any(i.unsaved for i in running.generator.conversations.idle))
+                copied("idle")
+    return copies, said
+
+
+def test_every_turn_that_a_client_may_know_is_found_after_a_kill(disks, tmp_path):
+    copies, said = disks
+    lost, asked = [], 0
+    for number, disk in enumerate(copies):
+        for most in (10, 1):
+            folder = tmp_path / f"{number}-{most}"
+            shutil.copytree(disk.folder, folder)
+            options = ["--prompt-cache-size", str(most)]
+            given = settings(folder / "sessions", folder / "rows")
+            with serving(**given, options=options) as running:
+                for turn in {max(disk.answers, 1), disk.noted}:
+                    asked += 1
+                    found, whole = known(running, said[turn - 1] + " " + words(500, 5))
+                    if whole - found > 20:
+                        lost.append((disk.step, disk.answers, disk.noted, most, turn, found, whole))
+    print(f"{len(copies)} moments, {asked} turns asked on")
+    assert not lost, "\n".join(map(str, lost))

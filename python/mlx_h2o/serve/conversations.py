@@ -169,10 +169,12 @@ class Conversations:
         saved = None
         if self.sessions is not None:
             saved = self.sessions.longest_before(self._wanted, key)
-        if found is None or not goes_on_in_file(found.cache):
-            from_rows = self._from_rows(key, max(known, token_count(saved.key) if saved else 0))
-            if from_rows is not None:
-                return from_rows
+        in_file = known if found is not None and goes_on_in_file(found.cache) else 0
+        from_rows = self._from_rows(
+            key, in_file, max(known, token_count(saved.key) if saved else 0)
+        )
+        if from_rows is not None:
+            return from_rows
         # A shrunk conversation's file still holds everything from before.
         if saved is not None and (
             token_count(saved.key) > known or (found is not None and found.shrunk)
@@ -189,18 +191,53 @@ class Conversations:
             grow(cache, self._empty)
         return cache, known
 
-    def _from_rows(self, key: bytes, known: int) -> tuple[list[Any], int] | None:
+    def _from_rows(self, key: bytes, in_file: int, known: int) -> tuple[list[Any], int] | None:
         """Caches that go on from a file of rows, and how many tokens they hold.
+
+        Who goes on in a file writes over its records. Noted turns, from which a client may still
+        go on, are held in memory from then on.
 
         Args:
             key: The key of the prompt's tokens.
-            known: The number of tokens that caches without a file hold.
+            in_file: The number of tokens that caches in memory hold which go on in their own file.
+            known: The number of tokens that any caches hold, in memory or in a file of caches.
         """
         left = self.rows.longest_before(self._wanted, key) if self.rows is not None else None
-        if self.rows is None or left is None or token_count(left.key) + NEAR < known:
+        if self.rows is None or left is None:
             return None
+        goes_on, count = left.goes_on_for(key), token_count(left.key)
+        if count <= in_file or (count + NEAR < known if goes_on else count <= known):
+            return None
+        noted = []
+        if goes_on:
+            noted = [one for one in self.rows.beside(left) if self._needs(one.mark, one.key)]
+        for one in noted:
+            apart = self.rows.load_apart(one) if one != left else None
+            if apart is not None:
+                self._hold(one.mark, one.key, apart)
         cache = self.rows.load(left, key)
-        return None if cache is None else (cache, token_count(left.key))
+        if cache is None:
+            return None
+        if left in noted:
+            self._hold(left.mark, left.key, copy.deepcopy(cache))
+        self.make_room(self.left())
+        return cache, count
+
+    def _needs(self, own: Mark, key: bytes) -> bool:
+        """Whether a turn is noted on disk, and neither a file of caches nor memory has its state.
+
+        A client may go on from it as long as its note is there.
+        """
+        if self.sessions is None or Place(own, key) in self._idle:
+            return False
+        saved = self.sessions.saved.get(self.sessions.path_of(own, key))
+        return saved is not None and not saved.cached
+
+    def _hold(self, own: Mark, key: bytes, cache: list[Any]) -> None:
+        """Keep the caches of an earlier turn, from which a conversation goes on."""
+        self._clock += 1
+        new = Idle(own, key, cache, "assistant", pieces_of(cache), self._clock, passed=True)
+        self._idle[Place(own, key)] = new
 
     def snapped(self, cache: list[Any]) -> None:
         """The next insertion was copied before its turn ended: it is no conversation."""
@@ -346,10 +383,26 @@ class Conversations:
         """Remove an entry; a conversation's file is written first if it is not yet."""
         if idle.unsaved:
             self._save(idle)
-        if self.rows is not None:
-            self.rows.let_go(*_as_left(idle))
         del self._idle[Place(idle.mark, idle.key)]
+        if self.rows is not None and not self.rows.let_go(*_as_left(idle)):
+            self._save_apart(idle)
         self.forgotten += 1
+
+    def _save_apart(self, idle: Idle) -> None:
+        """Write the caches of a noted turn in whose file of rows a later turn goes on.
+
+        The later turn's records take the place of this one's, and its client may not know of it.
+        """
+        known = [one for one in self._idle.values() if one.told and len(one.key) > len(idle.key)]
+        count = token_count(idle.key)
+        if any(one.key.startswith(idle.key) and idle.mark.serves(one.mark, count) for one in known):
+            return
+        if self.sessions is None or not self._needs(idle.mark, idle.key):
+            return
+        try:
+            self.sessions.save_again(idle.mark, idle.key, idle.cache)
+        except (OSError, ValueError) as error:
+            logging.error("A conversation could not be saved: %s", error)
 
     def _save(self, idle: Idle) -> None:
         """Write a conversation, and remove the files of its earlier turns (`Sessions.save`).

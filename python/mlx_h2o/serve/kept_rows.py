@@ -95,6 +95,18 @@ class Left:
         """Whether no later record of the file exists."""
         return self.key == self.newest
 
+    def goes_on_for(self, key: bytes) -> bool:
+        """Whether a prompt goes on in the file from here, in the place of any later record.
+
+        It does if this is the newest record, or if the prompt ends before the newest does and its
+        answer had not ended: then its client asks again what was being answered. Otherwise the
+        conversation of the newest record may go on.
+
+        Args:
+            key: The key of the prompt's tokens.
+        """
+        return self.is_newest or (self.newest.startswith(key) and not self.newest_ended)
+
 
 class KeptRows:
     """The files of rows in a folder that no conversation in memory uses.
@@ -124,20 +136,23 @@ class KeptRows:
         """All records, those of a file from the newest on."""
         return [left for of_file in self._left.values() for left in of_file]
 
-    def let_go(self, cache: Sequence[Any], own: Mark, key: bytes | None) -> None:
+    def let_go(self, cache: Sequence[Any], own: Mark, key: bytes | None) -> bool:
         """A conversation leaves memory: its file may be gone on with later, from its end.
 
         Args:
             cache: Its caches.
             own: Their mark.
             key: The key of its tokens; None if no record of these caches is wanted.
+
+        Returns:
+            Whether it can be gone on with from its very end.
         """
         rows = rows_of(cache)
         if rows is None or not rows.follows or rows.conversation.file is None:
-            return
+            return False
         if any(other.offset >= rows.offset for other in rows.conversation.others(rows)):
-            return  # a running request goes on in it
-        self._close(cache, own, key)
+            return False  # a running request or a later turn goes on in it
+        return self._close(cache, own, key)
 
     def end(self, left: Sequence[tuple[Sequence[Any], Mark, bytes | None]]) -> None:
         """The server ends, and no request runs: all files can be gone on with, from their ends.
@@ -152,15 +167,15 @@ class KeptRows:
                 closed.add(id(rows.conversation))
                 self._close(cache, own, key)
 
-    def _close(self, cache: Sequence[Any], own: Mark, key: bytes | None) -> None:
-        if key is not None:
-            self.record(cache, own, key)
+    def _close(self, cache: Sequence[Any], own: Mark, key: bytes | None) -> bool:
+        recorded = key is not None and self.record(cache, own, key)
         rows = rows_of(cache)
         if rows is None or rows.conversation.file is None:
-            return
+            return False
         # mlx-lm's loop may still hold the caches, until it gets another request.
         rows.conversation.close()
         self._unread.add(rows.conversation.file.path)
+        return recorded
 
     def record(self, cache: Sequence[Any], own: Mark, key: bytes) -> bool:
         """Record the state of a conversation as it is; whether its file has it now.
@@ -238,19 +253,26 @@ class KeptRows:
         ]
         return max(before, key=lambda left: len(left.key), default=None)
 
+    def beside(self, left: Left) -> list[Left]:
+        """All records of the same file, this one too."""
+        return self._left.get(left.path, [])
+
     def load(self, left: Left, key: bytes) -> list[Any] | None:
         """The caches of a record; None if it cannot be continued.
 
-        They go on in their file if it is the newest record, or if the tokens end before the newest
-        does and its answer had not ended: then their client asks again what was being answered.
-        Otherwise the conversation of the newest record may go on, and these caches do so without a
-        file.
+        They go on in their file, or without one (`Left.goes_on_for`).
 
         Args:
             left: The record.
             key: The key of the prompt's tokens.
         """
-        goes_on = left.is_newest or (left.newest.startswith(key) and not left.newest_ended)
+        return self._loaded(left, left.goes_on_for(key))
+
+    def load_apart(self, left: Left) -> list[Any] | None:
+        """The caches of a record, without their file; None if it cannot be read."""
+        return self._loaded(left, False)
+
+    def _loaded(self, left: Left, goes_on: bool) -> list[Any] | None:
         try:
             position = token_count(left.key)
             if goes_on:
