@@ -67,12 +67,12 @@ def full(stage: Stage, task: tasks.Task) -> Reading:
 def test_all_rivals_get_the_same_bytes(rival: Rival, stage: Stage, task: tasks.Task) -> None:
     """After the prompt none counts more than its part, and none is starved.
 
-    With a file, room is left for rows that will wait.
+    With a file, room is left for rows that will wait and for leases: in so short a prompt half.
     """
     whole = plain(stage.model, P)
     counted = rival.read(stage, task, 0.25).counted
     assert counted <= 0.25 * whole
-    assert counted >= (0.5 if rival.name == RETURNING else 0.85) * 0.25 * whole
+    assert counted >= (0.45 if rival.name == RETURNING else 0.85) * 0.25 * whole
 
 
 def test_what_waits_for_the_file_and_the_last_queries_count(

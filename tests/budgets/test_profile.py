@@ -187,13 +187,13 @@ def test_the_shipped_profile_shares_out_what_swift_expects():
     model, _ = mlx_h2o.load("builtin:recall-4m")
     cache = mlx_h2o.make_prompt_cache(model, max_size=96)
     slots = [entry.settings.filling[-1].budgets for entry in cache]
-    assert slots == [(10, 128), (48, 48), (48, 32), (32, 406)]
+    assert slots == [(10, 10), (32, 32), (48, 32), (32, 556)]
     for size, bits, slots in (
-        ("100%", 8, [(5160, 5160), (430, 860), (860, 3010), (5160, 6880)]),
+        ("100%", 8, [(6880, 3440), (430, 860), (860, 1290), (6880, 6880)]),
         # More slots in 6 bits are not worth what those lose more.
-        ("50%", 8, [(2574, 2574), (214, 429), (429, 1501), (2574, 3433)]),
-        ("25%", 6, [(1622, 1622), (135, 270), (270, 945), (1621, 2163)]),
-        ("10%", 5, [(632, 768), (64, 128), (128, 64), (96, 2048)]),
+        ("50%", 8, [(3433, 1716), (214, 429), (429, 643), (3432, 3432)]),
+        ("25%", 6, [(2163, 1081), (135, 270), (270, 405), (2162, 2162)]),
+        ("10%", 6, [(176, 768), (64, 96), (96, 64), (96, 2048)]),
     ):
         caches = mlx_h2o.make_prompt_cache(model, max_bytes=size, context=2048)
         assert {cache.packing.k_bits for cache in caches} == {bits}
