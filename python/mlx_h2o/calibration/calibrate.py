@@ -206,47 +206,68 @@ def calibrate(
     kinds = profiled_kinds(model)
     require_weighable(model)
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
-    length = min(length, trained_context(model))
-    passes = mx.concatenate(windows_of(tokens, length))
+    passes = mx.concatenate(windows_of(tokens, min(length, trained_context(model))))
     T, seen = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
     framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
-    told = _telling(progress, len(kinds), windows)
-    frames = frames_of_text(model, framing, progress=lambda done: told(FRAME_WORK * done))
+    of_frames, of_echoes, of_windows, of_trials = _telling(progress, len(kinds), windows)
+    frames = frames_of_text(model, framing, progress=of_frames)
     identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if kept is None else kept
-    begun = FRAME_WORK * len(kinds)
-    echoes = echo_losses(model, tokens, T, lambda done: told(begun + ECHO_WORK * done))
-    begun += ECHO_WORK * len(kinds)
-    work = WINDOW_WORK * windows * len(kinds)
-    felt = sensitivities(model, tokens, policy, windows, lambda done: told(begun + work * done))
+    echoes = echo_losses(model, tokens, T, of_echoes)
+    felt = sensitivities(model, tokens, policy, windows, of_windows)
     run = _Run(
         policy,
         (*(b for b in grid if policy.least_budget() <= b < T), T),
         spans_of(T),
         frames_for(frames, T),
         at_hand,
-        lambda done: told(begun + work + done),
+        of_trials,
         group_size_of([k.widths for k in kinds]),
     )
     same = {"model": asdict(identity), "grid": run.grid, "orders": ORDERS, "policy": settings}
-    at_hand.begin({**same, "texts": [_digest(passes), _digest(framing)]})
+    at_hand.begin(same | {"texts": [_digest(passes), _digest(framing)]})
     routing.install()
     looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
-    measured, method = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes), METHOD
-    if felt is not None:
-        measured, method = measured.weighed(felt), METHOD_IN_NATS
-    return Profile.of(identity, run.grid, measured, method, seen | (details or {}))
+    measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes, felt)
+    return Profile.of(identity, run.grid, measured, _method(felt), seen | (details or {}))
 
 
-def _telling(progress: Progress | None, layers: int, windows: int) -> Callable[[float], None]:
-    """A function that reports progress in layers of the trials, after the other passes."""
-    whole = layers * (1 + FRAME_WORK + ECHO_WORK + WINDOW_WORK * windows)
+def _telling(
+    progress: Progress | None, layers: int, windows: int
+) -> tuple[Callable[[float], None], ...]:
+    """Functions that report the progress of key scaling, echoes, windows and trials.
 
-    def told(done: float) -> None:
-        if progress:
-            progress(round(100 * done), round(100 * whole))
+    Args:
+        progress: Called with the steps done and the steps in all.
+        layers: How many layers are measured.
+        windows: How many windows are read for the sensitivities.
 
-    return told
+    Returns:
+        One function for each pass, called with the layers done; that of the windows with the part
+        done, from 0 to 1.
+    """
+    of_windows = WINDOW_WORK * windows * layers
+    whole = layers * (1 + FRAME_WORK + ECHO_WORK) + of_windows
+
+    def after(begun: float, work: float) -> Callable[[float], None]:
+        def told(done: float) -> None:
+            if progress:
+                progress(round(100 * (begun + work * done)), round(100 * whole))
+
+        return told
+
+    begun = (FRAME_WORK + ECHO_WORK) * layers
+    return (
+        after(0, FRAME_WORK),
+        after(FRAME_WORK * layers, ECHO_WORK),
+        after(begun, of_windows),
+        after(begun + of_windows, 1),
+    )
+
+
+def _method(felt: np.ndarray | None) -> str:
+    """The name of the method, with or without sensitivities."""
+    return METHOD if felt is None else METHOD_IN_NATS
 
 
 def _measurable(policy: Policy) -> Policy:
@@ -265,10 +286,14 @@ def _measured(
     frames: dict[int, LayerFrames],
     policy: dict[str, Any],
     echoes: np.ndarray,
+    felt: np.ndarray | None,
 ) -> Measured:
-    """All layers' losses together, with the other measurements and the policy's settings."""
+    """All layers' losses together, with the other measurements and the policy's settings.
+
+    They are in nats where the heads' sensitivities `felt` are known.
+    """
     packing = np.concatenate([layer.packing for layer in layers], axis=1)
-    return Measured(
+    measured = Measured(
         ORDERS,
         run.spans,
         np.concatenate([layer.errors for layer in layers]),
@@ -278,6 +303,7 @@ def _measured(
         policy,
         echoes,
     )
+    return measured if felt is None else measured.weighed(felt)
 
 
 def _digest(tokens: mx.array) -> str:

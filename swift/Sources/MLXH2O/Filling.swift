@@ -145,4 +145,15 @@ extension H2OConfiguration {
                 })
         }
     }
+
+    /// The fewest slots of a head by a profile: `least`, or more where pins need them. A layer makes
+    /// room for its pins with its own slots alone, so a layer that deserves few slots would have to
+    /// refuse pins that the model as a whole has room for.
+    func besidePins(_ least: Int, mean: Int, _ policy: any H2OPolicy) -> Int {
+        guard !pinnedPositions.isEmpty else { return least }
+        let pinned = pinnedPositions.reduce(0) { count, span in
+            count + max(span.upperBound - max(span.lowerBound, policy.options.sink), 0)
+        }
+        return max(least, min(policy.leastBudget(pinned: pinned) + Self.fewestChoices, mean))
+    }
 }
