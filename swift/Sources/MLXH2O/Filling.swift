@@ -135,7 +135,7 @@ extension H2OConfiguration {
                     budgets: slots.map { _ in mean }, later: [Stage(beyond: full, budgets: slots)])
             }
         }
-        let least = besidePins(policy.leastBudget + Self.fewestChoices, mean: means[0], policy)
+        let least = leastBesidePins(mean: means[0], policy)
         let stages = try profile.stages(mean: means[0], least: least)
         return sizes.indices.map { layer in
             SlotPlan(
@@ -146,10 +146,11 @@ extension H2OConfiguration {
         }
     }
 
-    /// The fewest slots of a head by a profile: `least`, or more where pins need them. A layer makes
-    /// room for its pins with its own slots alone, so a layer that deserves few slots would have to
-    /// refuse pins that the model as a whole has room for.
-    func besidePins(_ least: Int, mean: Int, _ policy: any H2OPolicy) -> Int {
+    /// The fewest slots of a head by a profile, with those that pins need. A layer makes room for its pins
+    /// with its own slots alone, so a layer that deserves few slots would have to refuse pins that
+    /// the model as a whole has room for.
+    func leastBesidePins(mean: Int, _ policy: any H2OPolicy) -> Int {
+        let least = policy.leastBudget + Self.fewestChoices
         guard !pinnedPositions.isEmpty else { return least }
         let pinned = pinnedPositions.reduce(0) { count, span in
             count + max(span.upperBound - max(span.lowerBound, policy.options.sink), 0)

@@ -206,13 +206,12 @@ extension H2OConfiguration {
         _ kinds: [LayerKind], by profile: H2OProfile?, policy: any H2OPolicy, attends: Bool
     ) throws -> [[Int]] {
         let profile = policy.options.unit == .layer ? nil : profile
-        let least = policy.leastBudget + Self.fewestChoices
         let means = try means(of: kinds, policy)
         var sizes = try kinds.indices.map { layer in
             guard let profile else {
                 return Array(repeating: means[layer], count: kinds[layer].heads)
             }
-            let least = besidePins(least, mean: means[layer], policy)
+            let least = leastBesidePins(mean: means[layer], policy)
             return try profile.budgets(mean: means[layer], least: least)[layer]
         }
         if !attends {

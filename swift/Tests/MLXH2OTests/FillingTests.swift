@@ -56,9 +56,10 @@ import Testing
         let configuration = try H2OConfiguration(
             budget: .tokens(40), policy: policy, pins: .positions([0 ..< 2, 20 ..< 28]))
         let needed = policy.leastBudget(pinned: 8) + H2OConfiguration.fewestChoices
-        #expect(configuration.besidePins(11, mean: 36, policy) == needed)
-        #expect(configuration.besidePins(11, mean: needed - 2, policy) == needed - 2)
-        #expect(H2OConfiguration.default.besidePins(11, mean: 36, policy) == 11)
+        #expect(configuration.leastBesidePins(mean: 36, policy) == needed)
+        #expect(configuration.leastBesidePins(mean: needed - 2, policy) == needed - 2)
+        let plain = policy.leastBudget + H2OConfiguration.fewestChoices
+        #expect(H2OConfiguration.default.leastBesidePins(mean: 36, policy) == plain)
     }
 
     /// A model's caches step by step, by the profile: exact while all heads' tokens fit.
