@@ -146,9 +146,9 @@ extension H2OConfiguration {
         }
     }
 
-    /// The fewest slots of a head by a profile, with those that pins need. A layer makes room for its pins
-    /// with its own slots alone, so a layer that deserves few slots would have to refuse pins that
-    /// the model as a whole has room for.
+    /// The fewest slots of a head by a profile, with those that pins need. A layer makes room for
+    /// its pins with its own slots alone, so a layer that deserves few slots would have to refuse
+    /// pins that the model as a whole has room for.
     func leastBesidePins(mean: Int, _ policy: any H2OPolicy) -> Int {
         let least = policy.leastBudget + Self.fewestChoices
         guard !pinnedPositions.isEmpty else { return least }
