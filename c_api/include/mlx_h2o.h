@@ -571,9 +571,9 @@ MLX_H2O_API int mlx_h2o_spill_record(
 // file, which gets their further rows and stays; also of one that Python left (Spill(keep=True)).
 // res and caches: empty handles, or what they replace. mlx_h2o_cache_offset says how many tokens
 // they have seen: those that came after are to be given again. The file stays as it is until rows
-// of these come: who finds that the caches are another model's frees them, and loses nothing. An
-// error (MLX_H2O_ERROR_SAVED), and nothing is changed, for files that are missing, in use, damaged,
-// sealed, or of other layers.
+// of these come: a caller who finds that the caches are another model's frees them, and loses
+// nothing. An error (MLX_H2O_ERROR_SAVED), and nothing is changed, for files that are missing, in
+// use, damaged, sealed, or of other layers.
 MLX_H2O_API int mlx_h2o_spill_resume(
     mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
     const mlx_stream s);

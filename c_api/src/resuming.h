@@ -17,8 +17,9 @@ struct Resumed {
 };
 
 // The caches as they were at the newest record beside a file of rows, which gets their further rows
-// and stays. It is left as it is until it gets the first of them, so that who finds the caches to
-// be another model's loses nothing. Raises for what cannot be read, is damaged or has other layers.
+// and stays. It is left as it is until it gets the first of them, so that a caller who finds the
+// caches to be another model's loses nothing. Raises for what cannot be read, is damaged or has
+// other layers.
 Resumed resumed(const std::string& path, size_t layers);
 
 }  // namespace mlx_h2o

@@ -607,7 +607,7 @@ def kept_by_c(over_mlx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @over_both
 def test_until_rows_come_a_file_that_c_resumes_stays_as_it_is(engine: Path, tmp_path: Path) -> None:
-    """Who finds that the caches are another model's loses nothing: no row after the record."""
+    """A caller that resumes another model's file and frees it loses no row behind the record."""
     caches = conversation(tmp_path / "rows")
     decoded(caches, 0, 75)
     kept = caches[0].spill.conversation

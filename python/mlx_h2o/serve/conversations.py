@@ -194,8 +194,8 @@ class Conversations:
     def _from_rows(self, key: bytes, in_file: int, known: int) -> tuple[list[Any], int] | None:
         """Caches that go on from a file of rows, and how many tokens they hold.
 
-        Who goes on in a file writes over its records. Noted turns, from which a client may still
-        go on, are held in memory from then on.
+        A conversation that goes on in a file writes over its records. Noted turns, from which a
+        client may still go on, are held in memory from then on.
 
         Args:
             key: The key of the prompt's tokens.

@@ -568,8 +568,8 @@ class RowFile:
     ) -> None:
         """Go on from a block's first position, with known rows behind it.
 
-        What the file has from there on is cut off when the next rows come: who closes it before
-        leaves it as it was.
+        What the file has from there on is cut off when the next rows come. If it is closed
+        before, it stays as it was.
 
         Args:
             first: The position of the first row that the file is to get.
