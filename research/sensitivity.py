@@ -21,6 +21,7 @@ from mlx_h2o.calibration.sensitivity import WINDOW, Errors, Movable, nats_felt
 from mlx_h2o.integration.recorder import Watcher, looked_through
 from mlx_h2o.loading.load import EMBEDDED_MODEL
 from mlx_h2o.policies import make_policy
+from research.mending import divergence
 from research.real_model import calibration_passes, loaded
 
 #: A model with more heads gets the last table alone.
@@ -37,21 +38,21 @@ def main() -> None:
     nothing = [mx.zeros_like(error) for error in made.errors]
 
     def predicted(added: list[mx.array]) -> mx.array:
-        x = looked_through(model, window, Watcher(), lambda i: Movable(added[i]))
-        return x.astype(mx.float32) - mx.logsumexp(x, axis=-1, keepdims=True)
+        logits = looked_through(model, window, Watcher(), lambda i: Movable(added[i]))
+        return logits.astype(mx.float32)
 
     full = predicted(nothing)
     draws = [
         nats_felt(model, window, labels, made.errors, made.kv_heads)
         for labels in (mx.random.categorical(full, key=mx.random.key(i)) for i in range(args.draws))
     ]
-    alone, names = [], []
+    alone, names = list[float](), []
     for layer, (error, heads) in enumerate(zip(made.errors, made.kv_heads, strict=True)):
         of_head = mx.arange(error.shape[1]) // (error.shape[1] // heads)
         for head in range(heads):
             added = list(nothing)
             added[layer] = mx.where((of_head == head)[:, None, None], error, 0)
-            alone.append((mx.exp(full) * (full - predicted(added))).sum(axis=-1).mean().item())
+            alone += divergence(full, predicted(added))
             names.append(f"{layer}.{head}")
     if len(names) <= MOST_ROWS:
         each(names, alone, losses, np.mean(draws, axis=0) / args.tokens)

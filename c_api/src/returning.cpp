@@ -565,21 +565,14 @@ mx::array Returning::of_all(const mx::array& kept) const {
 
 void Returning::note(const mx::array& q) {
   if (!any_asks()) return;
-  const int window = settings.window;
   queries.push_back(asking(q));
-  int behind = 0;
-  for (size_t i = 1; i < queries.size(); ++i) behind += queries[i].shape(2);
-  while (behind >= window) {
+  int spare = -settings.window;
+  for (const mx::array& kept : queries) spare += kept.shape(2);
+  while (spare >= queries[0].shape(2)) {
+    spare -= queries[0].shape(2);
     queries.erase(queries.begin());
-    behind -= queries[0].shape(2);
   }
-  mx::array& first = queries[0];
-  const int spare = first.shape(2) + behind - window;
-  if (spare <= 0) return;
-  first = mx::contiguous(
-      mx::slice(
-          first, {0, 0, spare, 0},
-          {first.shape(0), first.shape(1), first.shape(2), first.shape(3)}));
+  if (spare > 0) queries[0] = mx::contiguous(part(queries[0], 2, spare, queries[0].shape(2)));
 }
 
 bool Returning::is_due(const BoundedLayer& layer, int length) const {

@@ -153,7 +153,7 @@ def test_a_measurement_that_fails_leaves_one_size_for_all(capsys, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("mlx_h2o.calibration.first_use.calibrate", broken)
+    monkeypatch.setattr("mlx_h2o.calibration.first_use.calibrate_quickly", broken)
     model = model_of(106)
     cache = make_prompt_cache(model, **SIZE, frames="none")
     assert "no memory" in capsys.readouterr().err

@@ -232,6 +232,31 @@ def calibrate(
     return Profile.of(identity, run.grid, measured, _method(felt), seen | (details or {}))
 
 
+def calibrate_quickly(
+    model: nn.Module, tokens: Sequence[int], *, frame_tokens: Sequence[int], **given: Any
+) -> Profile:
+    """A calibration that reads less and tries less, as at a model's first use.
+
+    Args:
+        model: An mlx-lm model.
+        tokens: A text; its first `QUICK_LENGTH` tokens are read.
+        frame_tokens: A varied text for key scaling; its first `QUICK_FRAME_TOKENS` are read.
+        given: Further arguments of `calibrate`.
+
+    Raises:
+        ValueError: As `calibrate`.
+    """
+    return calibrate(
+        model,
+        tokens[:QUICK_LENGTH],
+        length=QUICK_LENGTH,
+        grid=QUICK_GRID,
+        frame_tokens=frame_tokens[:QUICK_FRAME_TOKENS],
+        windows=QUICK_WINDOWS,
+        **given,
+    )
+
+
 def _telling(
     progress: Progress | None, layers: int, windows: int
 ) -> tuple[Callable[[float], None], ...]:

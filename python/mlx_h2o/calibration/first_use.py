@@ -19,13 +19,7 @@ from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile, kept_place
 from mlx_h2o.budgets.tensor_parallel import ranks_of
-from mlx_h2o.calibration.calibrate import (
-    QUICK_FRAME_TOKENS,
-    QUICK_GRID,
-    QUICK_LENGTH,
-    QUICK_WINDOWS,
-    calibrate,
-)
+from mlx_h2o.calibration.calibrate import calibrate_quickly
 from mlx_h2o.calibration.scaling_build import frame_tokens
 from mlx_h2o.integration.layer_probe import identity_by_kinds
 from mlx_h2o.integration.recorder import (
@@ -98,13 +92,10 @@ def _measured(model: nn.Module, identity: ModelIdentity) -> Profile | str:
     try:
         tokens = tokenizer.encode(CALIBRATION_TEXT.read_text(encoding="utf-8"))
         with progress_bar("measuring heads") as told:
-            profile = calibrate(
+            profile = calibrate_quickly(
                 model,
-                tokens[:QUICK_LENGTH],
-                length=QUICK_LENGTH,
-                grid=QUICK_GRID,
-                frame_tokens=frame_tokens(tokenizer)[:QUICK_FRAME_TOKENS],
-                windows=QUICK_WINDOWS,
+                tokens,
+                frame_tokens=frame_tokens(tokenizer),
                 details=details,
                 progress=told,
             )

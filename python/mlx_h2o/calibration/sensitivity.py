@@ -25,6 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_h2o.attention.backends.reference import attention_with_scores
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.profile import SMALLEST_BUDGET
 from mlx_h2o.calibration.trials import Rows, tried
@@ -91,7 +92,7 @@ def sensitivities(
         told((i + 1) / windows)
     # A head that made no error at all is as sensitive as the others are together.
     usual = np.sum(nats) / max(np.sum(losses), np.finfo(float).tiny)
-    return np.where(losses > 0, nats / np.where(losses > 0, losses, 1), usual)
+    return np.divide(nats, losses, out=np.full_like(nats, usual), where=losses > 0)
 
 
 class Errors:
@@ -159,19 +160,14 @@ class Movable(LookingCache):
         self.added = added
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        B, Hq, T, D = call.q.shape
-        H = keys.shape[1]
-        q = (call.q * call.scale).astype(mx.float32).reshape(B, H, Hq // H, T, D)
-        logits = q @ keys[:, :, None].swapaxes(-1, -2).astype(mx.float32)
-        if call.softcap:
-            logits = call.softcap * mx.tanh(logits / call.softcap)
-        at = mx.arange(T)
-        logits = mx.where(at <= at[:, None], logits, -mx.inf)
-        lse = mx.logsumexp(logits, axis=-1, keepdims=True)
-        if call.sinks is not None:
-            lse = mx.logaddexp(lse, call.sinks.astype(mx.float32).reshape(H, -1, 1, 1))
-        out = mx.exp(logits - lse) @ values[:, :, None].astype(mx.float32)
-        return (out.reshape(B, Hq, T, -1) + self.added).astype(call.q.dtype)
+        out, _, _ = attention_with_scores(
+            *(call.q, keys, values),
+            scale=call.scale,
+            mask="causal",
+            sinks=call.sinks,
+            softcap=call.softcap,
+        )
+        return (out + self.added).astype(call.q.dtype)
 
 
 def nats_felt(

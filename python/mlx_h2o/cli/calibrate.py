@@ -21,11 +21,9 @@ from mlx_h2o.budgets.profile_store import place_for
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration.calibrate import (
     LENGTH,
-    QUICK_FRAME_TOKENS,
-    QUICK_GRID,
     QUICK_LENGTH,
-    QUICK_WINDOWS,
     calibrate,
+    calibrate_quickly,
 )
 from mlx_h2o.calibration.checkpoint import CalibratedLayers
 from mlx_h2o.calibration.exact_kl import calibrate_exactly
@@ -110,21 +108,17 @@ def run(args: argparse.Namespace) -> None:
         **({"quick": True} if args.quick else {}),
     }
     with progress_bar("calibrating") as bar:
-        shared = {
-            "length": args.length,
-            "details": details,
-            "progress": bar,
-        }
+        shared: dict[str, Any] = {"details": details, "progress": bar}
         tokens = tokenizer.encode(text)[: args.tokens]
         if args.exact:
-            profile = calibrate_exactly(model, tokens, **shared)
+            profile = calibrate_exactly(model, tokens, length=args.length, **shared)
         else:
             framing = frame_tokens(tokenizer)
-            if args.quick:
-                tokens, framing = tokens[:QUICK_LENGTH], framing[:QUICK_FRAME_TOKENS]
-                shared |= {"length": QUICK_LENGTH, "grid": QUICK_GRID, "windows": QUICK_WINDOWS}
             shared |= {"policy": args.policy, "frame_tokens": framing, "kept": kept}
-            profile = calibrate(model, tokens, **shared)
+            if args.quick:
+                profile = calibrate_quickly(model, tokens, **shared)
+            else:
+                profile = calibrate(model, tokens, length=args.length, **shared)
     write_kept(out, profile.save)
     kept.end()
     if args.json:

@@ -212,9 +212,10 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
     heads = range(run.first, run.last)
     scores, wants, credits = np.array(fields["scores"])[0].copy(), list[Wanted](), {}
     for i, head in enumerate(heads):
-        leased = _end_leases(layer, back.credits.get(head), slots[i], scores[i])
+        places = {position: slot for slot, position in enumerate(slots[i].tolist())}
+        leased = _end_leases(layer, back.credits.get(head), places, scores[i])
         wants.append(_wanted(layer, back, head, asked, held[i], leased[leased < end], most))
-        credits[head] = _lease(layer, wants[-1], most, slots[i], scores[i])
+        credits[head] = _lease(layer, wants[-1], most, places, scores[i])
     # Each head of a run gets as many rows: those that it wants, and others without a lease.
     count = max(
         int((~np.isin(credits[head].positions, of_head)).sum())
@@ -368,37 +369,40 @@ def most_wanted(rank: Array, most: int) -> Array:
 # -- leases ------------------------------------------------------------------------------------
 
 
-def _end_leases(layer: Layer, credit: Credit | None, held: Array, scores: Array) -> Array:
+def _end_leases(
+    layer: Layer, credit: Credit | None, places: dict[int, int], scores: Array
+) -> Array:
     """Take the credit of a head's leased rows back.
 
     Args:
         layer: The layer.
         credit: What their scores were raised by; None: no row of the head had a lease.
-        held: Positions of the rows in its slots, `[N]`.
-        scores: Their scores `[N]`, which change.
+        places: The slot of each position that it holds.
+        scores: The scores of its slots `[N]`, which change.
 
     Returns:
         The positions of those that are still held.
     """
     if credit is None:
         return np.zeros(0, np.int32)
-    slots = _slots_of(held)
-    still = [i for i, position in enumerate(credit.positions.tolist()) if position in slots]
+    still = [i for i, position in enumerate(credit.positions.tolist()) if position in places]
     if layer.policy.sums_mass:  # other scores forget by themselves
-        at = [slots[position] for position in credit.positions[still].tolist()]
+        at = [places[position] for position in credit.positions[still].tolist()]
         scores[at] = np.maximum(scores[at] - credit.scores[still], 0)
     return credit.positions[still]
 
 
-def _lease(layer: Layer, wanted: Wanted, most: int, held: Array, scores: Array) -> Credit:
+def _lease(
+    layer: Layer, wanted: Wanted, most: int, places: dict[int, int], scores: Array
+) -> Credit:
     """Give leases to the rows that are wanted most.
 
     Args:
         layer: The layer.
         wanted: What the head wants.
         most: How many get one, at most.
-        held: Positions of the rows in its slots, `[N]`.
-        scores: Their scores `[N]`, which change where they get one.
+        places: The slot of each position that the head holds.
+        scores: The scores of its slots `[N]`, which change where they get one.
 
     Returns:
         What the scores are raised by. Those of absent rows are 0 before.
@@ -408,17 +412,12 @@ def _lease(layer: Layer, wanted: Wanted, most: int, held: Array, scores: Array) 
     positions, raised = wanted.positions[best].astype(np.int32), wanted.masses[best]
     if layer.policy.sums_mass:
         raised = raised * np.maximum(layer.offset - np.maximum(positions, layer.aged_from), 1)
-    raised, slots = raised.astype(np.float32), _slots_of(held)
+    raised = raised.astype(np.float32)
     for i, position in enumerate(positions.tolist()):
-        if (slot := slots.get(position)) is not None:
+        if (slot := places.get(position)) is not None:
             raised[i] = max(raised[i] - scores[slot], 0)
             scores[slot] += raised[i]
     return Credit(positions, raised)
-
-
-def _slots_of(held: Array) -> dict[int, int]:
-    """The slot of each position held."""
-    return {position: slot for slot, position in enumerate(held.tolist())}
 
 
 # -- rows of the file --------------------------------------------------------------------------

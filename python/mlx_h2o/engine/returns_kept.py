@@ -60,9 +60,9 @@ class Returning:
             heads: KV heads, H.
         """
         kept = [*self.queries, self.asking(q, heads)]
-        while sum(part.shape[2] for part in kept[1:]) >= self.settings.window:
-            kept.pop(0)
         spare = sum(part.shape[2] for part in kept) - self.settings.window
+        while spare >= kept[0].shape[2]:
+            spare -= kept.pop(0).shape[2]
         if spare > 0:
             kept[0] = mx.contiguous(kept[0][:, :, spare:])
         self.queries = kept
