@@ -11,9 +11,12 @@ from mlx.utils import tree_flatten
 
 import mlx_h2o
 from gguf_files import F32, Q4_1, Q8_0, packed, write_gguf
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.profile_store import found_profile
+from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.loading import demo_model, gguf
 from mlx_h2o.loading.gguf_tokenizer import tokenizer_of
-from mlx_h2o.loading.load import SAMPLE_TEXT
+from mlx_h2o.loading.load import SAMPLE_TEXT, shipped_profiles
 from mlx_h2o.loading.model_folder import write_folder
 from tiny_models import tiny_model
 
@@ -355,5 +358,9 @@ def test_the_fetched_folder_finds_the_shipped_profile():
     model, _ = mlx_lm.load(
         str(write_folder(demo_model.path(), demo_model.cache_folder() / demo_model.NAME))
     )
+    identity = identity_by_kinds(model, layer_kinds(model))
+    shipped = [Profile.load(path) for path in shipped_profiles()]
+    own = [profile for profile in shipped if profile.model.difference(identity) is None]
+    assert own == [found_profile(model, identity)]
     cache = mlx_h2o.make_prompt_cache(model, max_bytes="25%", context=512)
-    assert "chosen" in cache[0].choice or "profile" in str(mlx_h2o.describe(cache)[0])
+    assert "expected loss" in cache[0].choice

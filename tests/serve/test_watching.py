@@ -206,6 +206,22 @@ def test_pins_hold_through_the_turns_that_follow(server):
     assert (status, told["pins"]) == (200, [])
 
 
+def test_a_layer_that_is_too_small_for_a_pin_gets_slots_of_the_others():
+    with serving(options=["--max-tokens", "4"], defaults={"max_size": 112}) as server:
+        answer = chat(server, words(0, 200))
+        before = fetch(server, place(answer))[1]
+        held = np.array([layer["held"] for layer in before["layers"]])
+        everywhere = (held > 0).all(axis=0)
+        first = next(i for i in range(8, len(everywhere)) if everywhere[i : i + 4].all())
+        span = [first, first + 4]
+        alone = copy.deepcopy(idle_of(server, answer).cache)
+        with pytest.raises(ValueError, match="too many"):
+            [entry.pin([span]) for entry in alone]
+        status, told = fetch(server, place(answer) + "/pins", {"pin": [span]})
+        assert (status, told["pins"]) == (200, [span])
+        assert fetch(server, place(answer))[1]["bytes"] <= before["bytes"]
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [

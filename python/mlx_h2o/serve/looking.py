@@ -240,7 +240,7 @@ def change_pins(generator: BoundedGenerator, name: str, body: Any) -> dict[str, 
         if what == "pin":
             assert spans is not None
             layers = bounded_entries(idle.cache)
-            answer = PinAnswer.of_all(layer.pinned_settings(spans)[1] for layer in layers)
+            answer = PinAnswer.of_all(layer.pins_beside(spans)[1] for layer in layers)
             if not (answer.pinned or answer.partly):
                 raise ValueError("No head holds these tokens any more, so they cannot be pinned.")
             generator.conversations.change(idle, lambda cache: pin(cache, spans))
