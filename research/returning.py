@@ -6,11 +6,11 @@ Facts: one is planted in each prompt, at a random place of the text, or with --w
 first tokens. The prompt is read as a chat would read it: the text in chunks, the question as a
 chunk of its own but for its last token. A fact is known if each token of the answer is the
 likeliest. With --resumed there is one more cache, whose file is kept: before the question it is
-dropped, and the conversation resumed from the file. With --prose, perplexity: all samples are read
-side by side, token by token, and scored from a quarter on.
+dropped, and the conversation resumed from the file. With --prose, perplexity: all samples, also of
+further texts (--also), are read side by side, token by token, and scored from a quarter on.
 
 All caches of a part have the same bytes of memory, those that wait for the file and the last
-queries included, and hold one conversation each.
+queries included, and hold one conversation each. mlx-lm's packed cache has its own bytes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import mlx_h2o
 from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.batch import BatchH2OKVCache
-from mlx_h2o.evaluate.arms import OURS, WINDOW, Arm
+from mlx_h2o.evaluate.arms import OURS, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, is_known, recall_task
@@ -43,6 +44,8 @@ CHUNK = 64
 #: Caches that are compared, but for the full one.
 WITHOUT, WITH = OURS, f"{OURS}, rows come back"
 RESUMED = f"{WITH}, resumed"
+#: mlx-lm's cache of all tokens in few bits.
+PACKED_CACHE = next(name for name, bits in PACKED.items() if bits == 4)
 
 
 @dataclass(frozen=True)
@@ -172,10 +175,12 @@ def rows_read(cache: Sequence[Any]) -> int:
 def prose_read(
     model: nn.Module, samples: mx.array, make: Callable[[], list[Any]], named: str
 ) -> Found:
-    """Nats per token of all samples, read side by side, each through caches of its own."""
+    """Nats per token of all samples, read side by side, in bounded caches each in its own."""
     count, T = samples.shape
-    members = [make() for _ in range(count)]
-    merged = [type(of_layer[0]).merge(list(of_layer)) for of_layer in zip(*members, strict=True)]
+    merged = make()
+    if isinstance(merged[0], BoundedKVCache):
+        members = [merged, *(make() for _ in range(count - 1))]
+        merged = [type(layer[0]).merge(list(layer)) for layer in zip(*members, strict=True)]
     nats = stepwise(model, samples, merged, T // 4)
     print(f"{named}: {count} samples", file=sys.stderr, flush=True)
     if not isinstance(merged[0], BatchH2OKVCache):
@@ -201,11 +206,12 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     made.add_argument("text", type=Path)
+    made.add_argument("--also", type=Path, nargs="+", default=[], help="further texts of prose")
     made.add_argument("--model", default="smollm2-135m")
     made.add_argument("--tokens", type=int, default=1024)
     made.add_argument("--parts", type=int, nargs="+", default=[8, 16, 32], help="of the bytes")
     made.add_argument("--prompts", type=int, default=12)
-    made.add_argument("--samples", type=int, default=4, help="of prose")
+    made.add_argument("--samples", type=int, default=4, help="of prose, in each text")
     made.add_argument("--form", choices=sorted(FORMS), default="cloze", help="of the facts")
     made.add_argument("--within", type=int, help="tokens among which the fact is planted")
     made.add_argument("--resumed", action="store_true", help="ask after a restart, too")
@@ -221,7 +227,8 @@ def main() -> None:
     model, tokenizer = loaded(args.model)
     text = args.text.read_text()
     if args.prose:
-        samples = samples_of(tokenizer.encode(text), args.samples, args.tokens, None)
+        tokens = [tokenizer.encode(path.read_text()) for path in (args.text, *args.also)]
+        samples = mx.concatenate([samples_of(t, args.samples, args.tokens, None) for t in tokens])
     else:
         task = planted(tokenizer, text, args, args.tokens, args.within)
 
@@ -235,6 +242,9 @@ def main() -> None:
     print(f"|---|---|---:|{'---:|' * (2 + args.prose)}", flush=True)
     full = measured(lambda: stock_cache(model), "full cache")
     line("all", "full cache", full, full, args.prose)
+    if args.only is None or PACKED_CACHE in args.only:
+        packed = measured(lambda: Arm(PACKED_CACHE).make(model, args.tokens), PACKED_CACHE)
+        line("its own", PACKED_CACHE, packed, full, args.prose)
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:
             for name, make in makers(model, args.tokens // part, args.tokens, Path(folder)).items():
