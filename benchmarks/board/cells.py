@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: A cell's scores, or {"failed": why}, or {"printed": figures} (`summaries.PRINTED`).
+#: A cell's scores, or {"failed": why}.
 Found = dict[str, Any]
 #: Scores of a cell that are lists of rows, and their digits in the repository.
 BY_TOKEN, DIGITS = ("kl", "changed", "nll"), 7

@@ -26,7 +26,6 @@ from benchmarks.board.cells import Cell, Found, Record
 from benchmarks.board.chart import draw
 from benchmarks.board.reading import plain
 from benchmarks.board.rivals import Rival
-from benchmarks.board.summaries import PRINTED
 from benchmarks.board.tables import LOST_COLUMNS, failures, lost, settings_of, table, tables_of
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o._utils.files import cache_folder
@@ -186,8 +185,6 @@ def run(args: argparse.Namespace) -> None:
         print(table("What did not run", ("rival", "model", "where", "why"), failed))
     if at := commits(found):
         print(f"Cells were measured at {', '.join(at)}.")
-    if then := {one[PRINTED]["printed"] for one in found.values() if PRINTED in one}:
-        print(f"\n‡ Figures as printed {', '.join(sorted(then))}; their samples are lost.")
     if args.svg:
         draw(found, args.model, rivals, args.svg)
 

@@ -15,11 +15,6 @@ from mlx_h2o.evaluate.measures.measure import part_of
 
 Interval = tuple[float, float]
 
-#: In the place of a cell's scores: figures of a table whose samples are lost. They have "kl" and
-#: "over" (ours) as mean and both ends of the interval, the other figures of a summary as means,
-#: "facts" as known and asked, and "printed", a date.
-PRINTED = "printed"
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -32,14 +27,13 @@ class Summary:
         kl_interval: Its interval over the texts' samples.
         over_ours: By how much its KL exceeds ours with the same bytes; None for rivals that keep
             every token.
-        over_interval: The interval of that, paired by sample; None if either has no samples.
+        over_interval: The interval of that, paired by sample; None where `over_ours` is None.
         changed: The share of tokens whose likeliest is another.
         loss: The perplexity's loss against the full cache, as a share.
         facts: Known and asked, by task; only facts that the full cache knows.
         counted: Counted bytes of a text's cache.
         held: Held bytes.
         token_seconds: Seconds of a text's token.
-        printed: When these figures were printed, if they come from a table whose samples are lost.
     """
 
     rival: str
@@ -54,7 +48,6 @@ class Summary:
     counted: int
     held: int
     token_seconds: float
-    printed: str | None = None
 
     @property
     def beats_ours(self) -> bool:
@@ -93,15 +86,11 @@ def summed_up(
         for task in (NEEDLES, HARD_NEEDLES)
         if (of := facts_known(found, model, task, rival, share))
     }
-    if PRINTED in own:
-        return _as_printed(own[PRINTED], rival, share, facts, ours)
     full = found[Cell(model, task, FULL, None)]
     kl = means(own["kl"])
     above = [a - b for a, b in zip(means(own["nll"]), means(full["nll"]), strict=True)]
     paired = [a - b for a, b in zip(kl, means(ours["kl"]), strict=True)] if "kl" in ours else []
     over = statistics.fmean(paired) if paired else None
-    if PRINTED in ours:
-        over = statistics.fmean(kl) - ours[PRINTED]["kl"][0]
     if rival == OURS:
         over, paired = None, []
     return Summary(
@@ -120,42 +109,10 @@ def summed_up(
     )
 
 
-def _as_printed(
-    own: Found,
-    rival: str,
-    share: float | None,
-    facts: dict[str, tuple[int, int]],
-    ours: Found,
-) -> Summary:
-    """A summary of figures that were printed: mean and interval where others have samples."""
-    kl, *interval = own["kl"]
-    over = own.get("over", [None])
-    if "kl" in ours:  # measured since
-        over = [kl - statistics.fmean(means(ours["kl"]))]
-    return Summary(
-        rival,
-        share,
-        kl,
-        (interval[0], interval[1]),
-        over[0],
-        (over[1], over[2]) if len(over) == 3 else None,
-        own["changed"],
-        own["loss"],
-        facts,
-        own["counted"],
-        own["held"],
-        own["token_seconds"],
-        own["printed"],
-    )
-
-
 def facts_known(
     found: Mapping[Cell, Found], model: str, task: str, rival: str, share: float | None
 ) -> tuple[int, int] | None:
     """Answers known and asked, of those that the full cache knows; None if it was not measured."""
     own = found.get(Cell(model, task, rival, share), {})
-    if "facts" in own.get(PRINTED, {}):
-        known, asked = own[PRINTED]["facts"]
-        return known, asked
     full = found.get(Cell(model, task, FULL, None), {})
     return part_of(own["known"], full["known"]) if "known" in own and "known" in full else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.board.cells import Cell, Found
 from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.ruler import KINDS
-from benchmarks.board.summaries import PRINTED, Interval, Summary, facts_known, summed_up
+from benchmarks.board.summaries import Interval, Summary, facts_known, summed_up
 from benchmarks.board.tasks import (
     GROWING,
     HARD_NEEDLES,
@@ -61,14 +61,8 @@ def summaries(
         for share in (None, *shares)
         for rival in rivals
         if rival.keeps_all == (share is None)
-        and "kl" in _scores(found, Cell(model, task, rival.name, share))
+        and "kl" in found.get(Cell(model, task, rival.name, share), {})
     ]
-
-
-def _scores(found: Mapping[Cell, Found], cell: Cell) -> Found:
-    """A cell's scores, or its figures that were printed."""
-    scores = found.get(cell, {})
-    return dict(scores.get(PRINTED, scores))
 
 
 def tables_of(
@@ -122,9 +116,6 @@ def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival
         if by_kind:
             whole = _summed(by_kind) if len(by_kind) == len(kinds) else None
             name = f"{rival.name} †" if rival.prompts_only else _bold(rival.name)
-            share = None if rival.keeps_all else RULER_SHARE
-            own = [Cell(model, f"{RULER} {kind}", rival.name, share) for kind in by_kind]
-            name += " ‡" if any(PRINTED in found[cell] for cell in own) else ""
             cells = [_of(by_kind.get(kind)) for kind in kinds]
             ranked.append((-(whole or (-1, 0))[0], [name, *cells, _of(whole)]))
     if ranked:
@@ -175,9 +166,8 @@ def distance(one: Summary, grows: bool) -> list[str]:
     if one.over_ours is not None:
         over = f"{one.over_ours:+.{PLACES}f}"
         over += f" {_interval(one.over_interval, '+')}" if one.over_interval is not None else ""
-    name = f"{one.rival} †" if grows else _bold(one.rival)
     return [
-        f"{name} ‡" if one.printed else name,
+        f"{one.rival} †" if grows else _bold(one.rival),
         f"{one.kl:.{PLACES}f} {_interval(one.kl_interval)}",
         over,
         f"{one.changed:.1%}",

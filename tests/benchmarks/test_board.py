@@ -32,7 +32,7 @@ from benchmarks.board.in_package import rivals as in_package
 from benchmarks.board.reading import Reading, counted_bytes, having_read, plain, reading_of
 from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.scores import scores_of
-from benchmarks.board.summaries import PRINTED, summed_up
+from benchmarks.board.summaries import summed_up
 from benchmarks.board.tables import COLUMNS, distance, failures, lost, tables_of
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
@@ -461,42 +461,6 @@ def test_where_we_lose_is_said() -> None:
     ]  # fmt: skip
     assert all(line.count("|") == len(COLUMNS) + 1 for line in lines[2:])
     assert " 0.250 | 0.500 | 10.0 |" in lines[4]
-
-
-def test_figures_whose_samples_are_lost_stay_in_the_tables() -> None:
-    """Their differences have no interval, unless both were printed at once."""
-    rivals = [counting(name, []) for name in (OURS, "a", "b")]
-    printed = {
-        "printed": "then", "kl": [0.3, 0.2, 0.4], "changed": 0.25, "loss": 0.125, "counted": 25,
-        "held": 100, "token_seconds": 0.01,
-    }  # fmt: skip
-    theirs = {**printed, "kl": [0.5, 0.4, 0.6], "over": [0.2, 0.1, 0.3]}
-    found: dict[Cell, dict[str, object]] = {
-        Cell("m", "texts", FULL, None): cell_of(0.0),
-        Cell("m", "needles", FULL, None): cell_of(0.0, [True, True]),
-        Cell("m", "texts", OURS, 0.25): {PRINTED: printed},
-        Cell("m", "texts", "a", 0.25): {PRINTED: theirs},
-        Cell("m", "texts", "b", 0.25): cell_of(0.15),
-        Cell("m", "needles", OURS, 0.25): {PRINTED: {"printed": "then", "facts": [0, 2]}},
-        Cell("m", "needles", "b", 0.25): cell_of(0.0, [True, False]),
-    }
-
-    def rows() -> list[str]:
-        (text,) = tables_of(found, "m", rivals, (0.25,), 100, 4)
-        return text.splitlines()[4:]
-
-    b, ours, a = rows()
-    assert b.startswith("| b | 0.2000 [0.1500, 0.3000] | -0.1000 | ")
-    assert ours.startswith(
-        f"| **{OURS}** ‡ | 0.3000 [0.2000, 0.4000] | - | 25.0% | +12.5 % | 0/2 | "
-    )
-    assert a.startswith("| a ‡ | 0.5000 [0.4000, 0.6000] | +0.2000 [+0.1000, +0.3000] | 25.0% | ")
-    assert lost(found, "m", rivals, (0.25,)) == [
-        ["b", "m", "1/4", "KL, nats", "0.2000", "0.3000", "-"],
-        ["b", "m", "1/4", "needles", "1/2", "0/2", "-"],
-    ]
-    found[Cell("m", "texts", OURS, 0.25)] = cell_of(0.075)
-    assert rows()[2].startswith("| a ‡ | 0.5000 [0.4000, 0.6000] | +0.4000 | ")
 
 
 def test_caches_that_keep_every_token_are_measured_once() -> None:

@@ -14,7 +14,6 @@ from benchmarks.board.reading import Reading
 from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.ruler import KINDS, Sample
 from benchmarks.board.scores import scores_of
-from benchmarks.board.summaries import PRINTED
 from benchmarks.board.tables import lost, ruler_tables
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
@@ -156,9 +155,3 @@ def test_only_answers_that_the_full_cache_gives_count() -> None:
         "| keeps | 1/1 | - | - |",
     ]
     assert lost(found, "m", rivals, (0.25,)) == [["better", "m", "30%", "RULER", "4/4", "2/4", "-"]]
-    # Of one figure the samples are lost.
-    printed = {PRINTED: {"printed": "then", "facts": [3, 3]}}
-    (text,) = ruler_tables(
-        found | {Cell("m", second, OURS, tasks.RULER_SHARE): printed}, "m", rivals
-    )
-    assert text.splitlines()[5] == f"| **{OURS}** ‡ | 0/1 | 3/3 | 3/4 |"
