@@ -36,8 +36,9 @@ from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.recorder import LookingCache
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.loading.load import CALIBRATION_TEXT
-from mlx_h2o.model_caches.compress import CHUNK, REPEAT, Reading, read_twice
+from mlx_h2o.model_caches.compress import CHUNK
 from mlx_h2o.model_caches.make import plain_bytes
+from mlx_h2o.model_caches.rereading import REPEAT, Reading, read_twice
 from research.mending import begun, header, line, profile_of
 from research.mending import parser as trial_parser
 

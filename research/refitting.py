@@ -21,8 +21,9 @@ from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.model_caches import compress
-from mlx_h2o.model_caches.compress import Reading, compress_into
+from mlx_h2o.model_caches.compress import compress_into
 from mlx_h2o.model_caches.make import plain_bytes
+from mlx_h2o.model_caches.rereading import Reading
 from research.mending import CHUNK, begun, header, line, parser
 
 #: Slots for what follows the prompt.

@@ -24,7 +24,7 @@ from benchmarks.board.tasks import Task
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.evaluate.stage import Stage, untold
 from mlx_h2o.integration.stock_caches import stock_caches
-from mlx_h2o.model_caches.compress import REPEAT
+from mlx_h2o.model_caches.rereading import REPEAT
 
 Array = npt.NDArray[np.float32]
 

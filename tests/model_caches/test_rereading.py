@@ -14,7 +14,8 @@ from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.cli import main
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.model_caches import compress
-from mlx_h2o.model_caches.compress import compress_into, read_twice, shared_out
+from mlx_h2o.model_caches.compress import compress_into, shared_out
+from mlx_h2o.model_caches.rereading import read_twice
 from tiny_models import kept_positions, tiny_model
 
 EMBEDDED = ["--model", "builtin:recall-4m"]
