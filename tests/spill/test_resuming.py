@@ -422,7 +422,7 @@ def test_a_record_needs_all_caches_of_the_conversation(tmp_path, model):
     other = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
     steps(model, other, 20)
     assert not conversation.record([*ways[:3], other[3].spill])
-    gone = make_prompt_cache(model, 40, spill=Spill(tmp_path))
+    gone = make_prompt_cache(model, 40, spill=Spill(tmp_path), budgets="uniform")
     steps(model, gone, 20)
     assert not gone[0].spill.conversation.record([entry.spill for entry in gone])
 

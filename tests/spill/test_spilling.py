@@ -136,6 +136,32 @@ def test_a_model_s_layers_share_one_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_file_that_is_not_kept_has_the_layers_to_which_rows_come_back(tmp_path, keep):
+    """With its profile, rows come back to the last layer of recall-4m only."""
+    model, _ = load("builtin:recall-4m")
+    settings = {"max_bytes": "25%", "context": 400, "bits": 6}
+    cache = make_prompt_cache(model, **settings, spill=Spill(tmp_path, keep=keep))
+    plain = make_prompt_cache(model, **settings)
+    tokens = mx.random.randint(0, 200, (1, 150), key=mx.random.key(1))
+    for one in (cache, plain):
+        model(tokens[:, :140], cache=one)
+        for i in range(140, 150):
+            mx.eval(model(tokens[:, i : i + 1], cache=one))
+    written = [entry for entry in cache if entry.spill is not None]
+    assert len(written) == (4 if keep else 1)
+    assert cache[-1].back is not None
+    file = cache[-1].spill.conversation.file
+    assert len(file.forms) == len(written)
+    assert file.complete == 150 // TOGETHER * TOGETHER
+    for entry in written:
+        require_slots_in_file(entry)
+    # The file's own bytes are taken off the slots; three layers pay none if it is not kept.
+    fewer = sum(sum(e.budgets) for e in plain) - sum(sum(e.budgets) for e in cache)
+    of_layer = 2 * (WAITING + TOGETHER)
+    assert (fewer > 3 * of_layer) if keep else (0 < fewer < 3 * of_layer)
+
+
 def test_tokens_taken_back_leave_the_file(tmp_path):
     cache = cache_of(tmp_path, undo=20)
     rng = np.random.default_rng(0)

@@ -133,7 +133,9 @@ def bounded_caches(
 def spill_to(
     cache: Sequence[Any], spill: Spill, heads: Sequence[frozenset[int] | None] | None = None
 ) -> None:
-    """Let all bounded caches of a list, which are empty, have one file of their rows.
+    """Let the bounded caches of a list, which are empty, have one file of their rows.
+
+    Layers whose rows it does not take (`Spill.takes`) have none.
 
     Args:
         cache: The model's caches.
@@ -141,12 +143,17 @@ def spill_to(
         heads: The KV heads of each layer to which evicted rows come back; None means all.
     """
     layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
-    if not layers:
+    written = [
+        (layer, back)
+        for layer, back in zip(layers, heads or [None] * len(layers), strict=True)
+        if spill.takes(back)
+    ]
+    if not written:
         return
-    ways = spilling(spill, [(layer.packing, layer.frame) for layer in layers], pack)
-    for layer, way, back in zip(layers, ways, heads or [None] * len(layers), strict=True):
+    ways = spilling(spill, [(layer.packing, layer.frame) for layer, _ in written], pack)
+    for (layer, back), way in zip(written, ways, strict=True):
         layer.spill_to(way, back)
-    ways[0].conversation.is_whole = list(cache) == layers
+    ways[0].conversation.is_whole = list(cache) == [layer for layer, _ in written]
 
 
 def _at_hand(

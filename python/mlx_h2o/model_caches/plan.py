@@ -196,9 +196,10 @@ def _own_widths(
     centres: Sequence[QueryCentres | None],
 ) -> list[RowWidths]:
     """The widths of each layer's rows, with the bytes of what its heads hold beside them."""
-    spill, looking = settings.spill, retrieval_heads(profile, len(kinds))
+    looking = retrieval_heads(profile, len(kinds))
     own = []
     for kind, of_layer, heads in zip(kinds, centres, looking, strict=True):
+        spill = settings.spill if settings.spill and settings.spill.takes(heads) else None
         queries = kind.group * (1 if heads is None else len(heads) / kind.heads)
         widths = replace(
             kind.widths,

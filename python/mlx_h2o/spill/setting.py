@@ -100,6 +100,17 @@ class Spill:
     key: bytes | None = field(default=None, repr=False)
     returns: Returns | None = Returns()
 
+    def takes(self, heads: frozenset[int] | None) -> bool:
+        """Whether a layer's rows are written.
+
+        A conversation goes on from a file that is kept, so that has the rows of all layers. Another
+        is read only for rows that come back, so it has those of layers to which some do.
+
+        Args:
+            heads: The layer's KV heads to which evicted rows come back; None means all.
+        """
+        return self.keep or self.returns is None or heads != frozenset()
+
     def head_bytes(self, widths: Widths, queries: float) -> int:
         """Bytes of memory for one KV head's rows before they are packed, and for its last queries.
 

@@ -3,8 +3,11 @@ import Foundation
 import MLX
 import MLXLMCommon
 
-/// A file behind a conversation's memory: every row is written to it, evicted or not, and evicted rows
-/// that are wanted again come back from it.
+/// A file behind a conversation's memory: rows are written to it, evicted or not, and evicted rows that
+/// are wanted again come back from it.
+///
+/// A file that stays (``keeps``) has the rows of all bounded layers. Another has those of the layers to
+/// which rows come back: with a profile these are few.
 ///
 /// A step waits for the disk only where rows come faster than it takes them. The file is removed with the
 /// conversation's caches, and what an app that was killed left behind with the first file that is made
@@ -55,6 +58,15 @@ public struct H2OSpill: Sendable, Equatable {
             throw H2OError.configuration("The folder of a spill is a file URL; got \(folder).")
         }
         _ = try EngineSpill(self, layers: 1)
+    }
+
+    /// Whether a layer's rows are written, given whether rows come back to each of its KV heads (nil: to
+    /// all).
+    ///
+    /// A conversation goes on from a file that stays, so that has the rows of all layers. Another is read
+    /// only for rows that come back.
+    func takes(_ returning: [Bool]?) -> Bool {
+        keeps || rows == 0 || (returning?.contains(true) ?? true)
     }
 
     /// In the engine's terms.
@@ -129,7 +141,7 @@ final class EngineSpill {
 /// A cache's part in the file of its conversation.
 struct SpilledLayer {
     let spill: EngineSpill
-    /// Which of the bounded layers it is.
+    /// Which of the file's layers it is.
     let layer: Int
     /// Whether rows come back to each KV head; nil: to all, or as the file that it goes on in says.
     let returning: [Bool]?
@@ -158,16 +170,21 @@ extension Engine {
 }
 
 extension H2OConfiguration {
-    /// The parts of a model's bounded layers in one new file, where there is to be one.
+    /// The parts of a model's bounded layers in one new file, where there is to be one; nil for a layer
+    /// whose rows it does not take.
     func spilledLayers(
         _ kinds: [LayerKind], of model: any LanguageModel, _ attends: Bool
-    ) throws -> [SpilledLayer]? {
+    ) throws -> [SpilledLayer?]? {
         guard let spill, attends else { return nil }
-        let file = try EngineSpill(spill, layers: kinds.count)
         let heads = try profile(of: model, kinds)?.retrievalHeads
-        return kinds.indices.map {
-            SpilledLayer(spill: file, layer: $0, returning: heads?[$0])
+        let written = kinds.indices.filter { spill.takes(heads?[$0]) }
+        guard !written.isEmpty else { return nil }
+        let file = try EngineSpill(spill, layers: written.count)
+        var layers = [SpilledLayer?](repeating: nil, count: kinds.count)
+        for (layer, kind) in written.enumerated() {
+            layers[kind] = SpilledLayer(spill: file, layer: layer, returning: heads?[kind])
         }
+        return layers
     }
 
     /// Make the folder of the file, where there is to be one.

@@ -83,7 +83,7 @@ extension H2OConfiguration {
         let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
             kind == nil
                 ? member.cache
-                : try H2OKVCache(settings.next()!, share, told, file: files?.next())
+                : try H2OKVCache(settings.next()!, share, told, file: files?.next() ?? nil)
         }
         return replacingMembers(of: plain, with: bound).noticed()
     }
