@@ -140,8 +140,8 @@ def _add_spill_option(group: argparse._ArgumentGroup) -> None:
     """Add the option of the file behind the memory."""
     group.add_argument(
         "--spill", metavar="DIR",
-        help='write rows to a file of their conversation there ("auto": in the user\'s cache folder), '
-        "from which evicted ones come back; it is removed with the conversation",
+        help='write rows to a file of their conversation there ("auto": in the user\'s cache '
+        "folder), from which evicted ones come back; it is removed with the conversation",
     )  # fmt: skip
 
 

@@ -131,16 +131,7 @@ def compress_into(
     # A file of rows has them as they came, and resuming reads them there.
     fits = [fitted and entry.spill is None for entry in bounded]
     reading = read_twice(model, tokens, repeat, chunk, tell, any(fits))
-    policy = bounded[0].policy
-    budgets = [slots for entry in bounded for slots in entry.budgets or ()]
-    whole = sum(budgets) - (room * len(budgets) if within else 0)
-    pinned = pinned_from(bounded[0].pins, policy.sink)
-    least = max(policy.least_budget(pinned) + FEWEST_CHOICES - room, policy.sink + pinned + 1)
-    if whole < min(least, tokens.shape[1]) * len(budgets):
-        raise ValueError(
-            f"{sum(budgets)} slots of {len(budgets)} KV heads are too few to keep {least} rows of "
-            f"each, beside room for {room}: give more bytes."
-        )
+    whole, least = _kept_slots(bounded, room, within, tokens.shape[1])
     worths = [np.asarray(worth.mean(axis=0)) for worth in reading.worths]
     shares = shared_out(worths, whole, least)
     for i, (entry, slots) in enumerate(zip(bounded, shares, strict=True)):
@@ -152,6 +143,27 @@ def compress_into(
         distillation.distil(model, tokenizer, tokens, reading.caches, bounded, steps, tell)
     held = iter(bounded)
     return [replaced(entry, lambda: next(held)) for entry in reading.caches]
+
+
+def _kept_slots(
+    bounded: Sequence[H2OKVCache], room: int, within: bool, length: int
+) -> tuple[int, int]:
+    """Slots for the rows of a prompt of `length` tokens, of all KV heads and of each at least.
+
+    Raises:
+        ValueError: They are too few.
+    """
+    policy = bounded[0].policy
+    budgets = [slots for entry in bounded for slots in entry.budgets or ()]
+    whole = sum(budgets) - (room * len(budgets) if within else 0)
+    pinned = pinned_from(bounded[0].pins, policy.sink)
+    least = max(policy.least_budget(pinned) + FEWEST_CHOICES - room, policy.sink + pinned + 1)
+    if whole < min(least, length) * len(budgets):
+        raise ValueError(
+            f"{sum(budgets)} slots of {len(budgets)} KV heads are too few to keep {least} rows of "
+            f"each, beside room for {room}: give more bytes."
+        )
+    return whole, least
 
 
 def _ids(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> mx.array:
