@@ -12,7 +12,14 @@ import mlx_h2o
 from mlx_h2o import Returns, Spill, describe, make_policy, make_prompt_cache
 from mlx_h2o._utils.byte_size import Share, memory_size
 from mlx_h2o.budgets.bit_choice import NEGLIGIBLE
-from mlx_h2o.budgets.cost import RowWidths, bytes_for_slots, slots_for_bytes
+from mlx_h2o.budgets.cost import (
+    LayerShare,
+    RowWidths,
+    bytes_for_slots,
+    bytes_of_model,
+    slots_for_bytes,
+    slots_of_model,
+)
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.calibration.scaling_build import KEPT
 from mlx_h2o.loading.identity import identity_of
@@ -125,6 +132,60 @@ def test_bytes_are_never_exceeded_with_a_file_of_rows(embedded, text, size, step
         assert sum(entry.nbytes for entry in cache) <= most
     assert sum(entry.back.returned for entry in cache if entry.back is not None) > 0
     assert not cache[0].spill.failure
+
+
+@pytest.mark.parametrize("size", ["8%", "25%", "60%"])
+def test_slots_are_shared_out_anew_beside_a_file_too(embedded, text, size, tmp_path):
+    """One layer of four has a file's bytes; the slots that are left are shared out as without."""
+    model, _ = embedded
+    most = int(memory_size("", size).part * 400 * TOKEN)
+    alone, cache = (
+        make_prompt_cache(model, max_bytes=size, context=400, spill=spill)
+        for spill in (None, tmp_path)
+    )
+    assert [entry.spill is not None for entry in cache] == [False, False, False, True]
+    assert len(alone[0].settings.filling) > 1
+    assert len(cache[0].settings.filling) > 1
+    fewer = sum(map(sum, (e.budgets for e in alone))) - sum(map(sum, (e.budgets for e in cache)))
+    if cache[0].packing == alone[0].packing:
+        assert 0 < fewer < 150  # of the two heads with a file: 12 rows that wait, queries, leases
+    for start in range(0, 400, 50):
+        prefill(model, cache, text[start : start + 50], 25 if start < 200 else 1)
+        assert sum(entry.nbytes for entry in cache) <= most
+    if size != "60%":
+        assert sum(entry.nbytes for entry in cache) > 0.8 * most
+
+
+@pytest.mark.parametrize("beside", [(0, 0, 0), (0, 500, 3000), (100, 100, 90)])
+@pytest.mark.parametrize("keys", [(64, 64, 64), (64, 128, 64)])
+@pytest.mark.parametrize("given", [10_000, 123_457, 10**6])
+def test_a_model_s_bytes_are_used_up(beside, keys, given):
+    """Layers share them where a slot costs all the same; otherwise each has its part."""
+    policy = make_policy("salient")
+    shares = [
+        LayerShare(2, RowWidths(key, 64, 2, 2, spill_bytes=more, returning=64))
+        for key, more in zip(keys, beside, strict=True)
+    ]
+    slots = slots_of_model(shares, given, policy, True)
+
+    def bytes_of(slots):
+        return sum(
+            bytes_for_slots(n, share.heads, share.widths, policy, True)
+            for n, share in zip(slots, shares, strict=True)
+        )
+
+    if min(slots) == 0:
+        assert bytes_of_model(1, shares, policy, True) > given
+        return
+    assert bytes_of(slots) <= given
+    assert bytes_of_model(min(slots), shares, policy, True) <= given
+    assert bytes_of_model(min(slots) + 1, shares, policy, True) > given
+    if len(set(keys)) == 1:
+        assert len(set(slots)) == 1
+        assert bytes_of([n + 1 for n in slots]) > given
+    else:
+        for n, share in zip(slots, shares, strict=True):
+            assert bytes_for_slots(n + 1, 2, share.widths, policy, True) > given // 3
 
 
 def test_credits_of_returned_rows_have_room():

@@ -101,10 +101,12 @@ def test_lessons_repeat_the_whole_prompt_and_go_on_from_it(prompt):
     assert [bool(one.first) for one in made][:2] == [True, False]
 
 
-def test_what_the_steps_tell_is_their_work(prompt):
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
+def test_what_the_steps_tell_is_their_work(family, prompt):
+    """Also beside the model's windows and recurrent states."""
     told = []
-    model = tiny_model("llama")
-    mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", steps=3, tell=told.append)
+    model = tiny_model(family)
+    mlx_h2o.compress_prompt(model, Characters(), prompt, "70%", steps=3, tell=told.append)
     assert sum(told) == 2 * 70 + distillation.tokens_of_work(3)
     assert distillation.tokens_of_work(0) == 0
 

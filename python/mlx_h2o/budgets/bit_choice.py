@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mlx_h2o.budgets.cost import LayerShare, bytes_for_slots, slots_for_bytes
+from mlx_h2o.budgets.cost import LayerShare, slots_of_model
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.packed import Packing
@@ -85,7 +85,7 @@ def choices(
             continue
         group = measured.group_size if measured else 0
         packed = [packed_in(share, bits, group) for share in shares]
-        slots = fewest_slots(packed, max_bytes, policy, remembers)
+        slots = min(slots_of_model(packed, max_bytes, policy, remembers))
         if slots >= least:
             out.append(Choice(bits, slots, profile.loss_of(slots, least, bits, context)))
     out.sort(key=lambda choice: choice.loss)
@@ -93,23 +93,3 @@ def choices(
     # `max` takes the first of equals, which has the least loss.
     chosen = max(near, key=lambda choice: min(choice.slots, context), default=None)
     return [] if chosen is None else [chosen, *(choice for choice in out if choice is not chosen)]
-
-
-def fewest_slots(
-    shares: Sequence[LayerShare], max_bytes: int, policy: Policy, remembers: bool
-) -> int:
-    """Slots per KV head that fit, in the layer where fewest fit; 0 if none do.
-
-    Args:
-        shares: The layers' shares.
-        max_bytes: Bytes for all layers.
-        policy: The eviction policy; it determines what is stored beside a row.
-        remembers: Whether the caches keep statistics of evicted tokens.
-    """
-    each = max_bytes // len(shares)
-    fit = []
-    for share in shares:
-        if each < bytes_for_slots(1, share.heads, share.widths, policy, remembers):
-            return 0
-        fit.append(slots_for_bytes(each, share.heads, share.widths, policy, remembers))
-    return min(fit)

@@ -6,7 +6,7 @@ total.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -209,22 +209,81 @@ def slots_for_bytes(
     Raises:
         ValueError: Fewer than `least` fit.
     """
-    per_head = max_bytes // heads
-    # Search for the most slots that fit: bytes grow with slots.
-    slots = 0
-    too_many = min(per_head // widths.slot_bytes(policy), checks.MOST_TOKENS) + 1
-    while too_many - slots > 1:
-        middle = (slots + too_many) // 2
-        if bytes_for_slots(middle, 1, widths, policy, remembers) > per_head:
-            too_many = middle
-        else:
-            slots = middle
+    slots = _most_slots(
+        max_bytes, lambda slots: bytes_for_slots(slots, heads, widths, policy, remembers)
+    )
     if slots < least:
         enough = bytes_for_slots(least, heads, widths, policy, remembers)
         raise ValueError(
             f"max_bytes={max_bytes} is too small: each of {heads} KV heads needs {least} slots of "
             f"{widths.row_bytes} bytes: make it at least {enough}."
         )
+    return slots
+
+
+def slots_of_model(
+    shares: Sequence[LayerShare], max_bytes: int, policy: Policy, remembers: bool
+) -> list[int]:
+    """Slots per KV head of each layer that fit into a model's bytes; 0 where none do.
+
+    Each layer has an equal part of the bytes. Layers that differ only in what their heads hold
+    beside the slots, such as rows that wait for a file, have as many slots each instead: a profile
+    then shares out the slots of all layers together.
+
+    Args:
+        shares: The shares of all layers.
+        max_bytes: Bytes for all layers, everything counted.
+        policy: The eviction policy; it determines what is stored beside a row.
+        remembers: Whether the caches keep statistics of evicted tokens.
+    """
+
+    def slots_of(shares: Sequence[LayerShare], max_bytes: int) -> int:
+        return _most_slots(
+            max_bytes, lambda slots: sum(_bytes_of_layers(slots, shares, policy, remembers))
+        )
+
+    if _slots_alike(shares, policy):
+        return [slots_of(shares, max_bytes)] * len(shares)
+    return [slots_of([share], max_bytes // len(shares)) for share in shares]
+
+
+def bytes_of_model(
+    slots: int, shares: Sequence[LayerShare], policy: Policy, remembers: bool
+) -> int:
+    """The fewest bytes of which `slots_of_model` makes so many slots in every layer."""
+    each = _bytes_of_layers(slots, shares, policy, remembers)
+    return sum(each) if _slots_alike(shares, policy) else len(each) * max(each)
+
+
+def _bytes_of_layers(
+    slots: int, shares: Sequence[LayerShare], policy: Policy, remembers: bool
+) -> list[int]:
+    how = policy, remembers
+    return [bytes_for_slots(slots, share.heads, share.widths, *how) for share in shares]
+
+
+def _slots_alike(shares: Sequence[LayerShare], policy: Policy) -> bool:
+    """Whether one more slot for each head costs every layer as many bytes."""
+    return (
+        len(
+            {
+                (share.heads, share.widths.slot_bytes(policy), share.widths.recent_row_bytes)
+                for share in shares
+            }
+        )
+        == 1
+    )
+
+
+def _most_slots(max_bytes: int, bytes_of: Callable[[int], int]) -> int:
+    """The most slots that fit: bytes grow with slots."""
+    slots, too_many = 0, min(max_bytes, checks.MOST_TOKENS) + 1
+    while too_many - slots > 1:
+        middle = (slots + too_many) // 2
+        if bytes_of(middle) > max_bytes:
+            too_many = middle
+        else:
+            slots = middle
     return slots
 
 

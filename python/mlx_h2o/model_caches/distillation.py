@@ -14,7 +14,6 @@ rounding. At the end they are packed as before, so a cache has the bytes that it
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -263,16 +262,17 @@ def lessons(
         )
         for start in range(0, tokens.shape[1], LESSON)
     ]
-    written = []
-    for i in range(CONTINUATIONS):
-        cache, last, said = copy.deepcopy(list(caches)), tokens[:, -1:], list[mx.array]()
-        for key in mx.random.split(mx.random.key(i), LESSON):
-            logits = model(last, cache=cache)[:, -1].astype(mx.float32)
-            last = mx.random.categorical(logits, key=key)[:, None].astype(tokens.dtype)
-            mx.eval(last)
-            said.append(last)
-        written.append(Lesson(mx.concatenate(said, axis=1), 0))
-        tell(LESSON)
+    # Side by side: the weights are read once for all of them.
+    cache = [type(entry).merge([entry] * CONTINUATIONS) for entry in caches]
+    last, said = mx.repeat(tokens[:, -1:], CONTINUATIONS, axis=0), list[mx.array]()
+    for key in mx.random.split(mx.random.key(0), LESSON):
+        logits = model(last, cache=cache)[:, -1].astype(mx.float32)
+        last = mx.random.categorical(logits, key=key)[:, None].astype(tokens.dtype)
+        mx.eval(last)
+        said.append(last)
+        tell(CONTINUATIONS)
+    together = mx.concatenate(said, axis=1)
+    written = [Lesson(together[i : i + 1], 0) for i in range(CONTINUATIONS)]
     # One continuation after each so many parts, so that a few steps see both kinds.
     every = max(len(repeated) // CONTINUATIONS, 1)
     mixed = list[Lesson]()

@@ -13,9 +13,9 @@ from mlx_h2o.budgets.bit_choice import USUAL_BITS, choices, packed_in
 from mlx_h2o.budgets.cost import (
     LayerShare,
     RowWidths,
-    bytes_for_slots,
+    bytes_of_model,
     group_size_of,
-    slots_for_bytes,
+    slots_of_model,
 )
 from mlx_h2o.budgets.growth import Stage, Stages, stages_of, starts_narrow, while_narrow
 from mlx_h2o.budgets.profile import Profile
@@ -328,8 +328,7 @@ def fillings(
         if profile is None or settings.undo or settings.layer_budgets is not None:
             return [(tuple(of_layer), ()) for of_layer in sizes]
         least = policy.least_budget() + FEWEST_CHOICES
-        how = settings, policy, remembers, least
-        means = [_mean_slots(len(shares), share, *how) for share in shares]
+        means = _mean_slots(shares, settings, policy, remembers, least)
         roomy = _beside_pins(least, min(means), settings, policy)
         return shared_out_anew(sizes, means, roomy, profile)
 
@@ -397,8 +396,8 @@ def slots_of_layers(
     sizes = []
     shared_out: dict[int, list[list[int]]] = {}  # by mean: layers of equal widths have equal ones
     least = policy.least_budget() + (FEWEST_CHOICES if profile else 0)
-    for layer, share in enumerate(shares):
-        mean = _mean_slots(len(shares), share, settings, policy, remembers, least)
+    means = _mean_slots(shares, settings, policy, remembers, least)
+    for layer, (share, mean) in enumerate(zip(shares, means, strict=True)):
         if profile is None:
             sizes.append([mean] * share.heads)
         else:
@@ -432,30 +431,27 @@ def _beside_pins(least: int, mean: int, settings: ModelSettings, policy: Policy)
 
 
 def _mean_slots(
-    layers: int,
-    share: LayerShare,
+    shares: Sequence[LayerShare],
     settings: ModelSettings,
     policy: Policy,
     remembers: bool,
     least: int,
-) -> int:
-    """Slots per KV head of a layer, on average.
+) -> list[int]:
+    """Slots per KV head of each layer, on average.
 
     Raises:
         ValueError: Fewer than `least` fit.
     """
     if settings.max_size is not None:
-        charged = share.widths.remainder_slots(remembers)
-        name, given, needed = "max_size", settings.max_size, least + charged
-        mean = given - charged
+        name, given = "max_size", settings.max_size
+        charged = [share.widths.remainder_slots(remembers) for share in shares]
+        needed = least + max(charged)
+        means = [given - of_layer for of_layer in charged]
     else:
-        assert settings.max_bytes is not None
         name, given = "max_bytes", cast(int, settings.max_bytes)
-        needed = layers * bytes_for_slots(least, share.heads, share.widths, policy, remembers)
-        mean = 0
-        if given >= needed:
-            mean = slots_for_bytes(given // layers, share.heads, share.widths, policy, remembers)
-    if mean < least:
+        needed = bytes_of_model(least, shares, policy, remembers)
+        means = slots_of_model(shares, given, policy, remembers)
+    if min(means) < least:
         sinks, recent = policy.sink, policy.recent_slots(least)
         raise ValueError(
             f"{name}={given} is too small: with policy {policy.name!r} each KV head needs {least} "
@@ -463,4 +459,4 @@ def _mean_slots(
             f"{' and a remainder' if remembers else ''}: make {name} at least {needed}, or lower "
             "sink, recent or evict_every."
         )
-    return mean
+    return means
