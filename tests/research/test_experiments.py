@@ -22,6 +22,10 @@ PAIR = ("--tokens", "96", "--samples", "2")
 #: Of each experiment its arguments, and what its last line begins with. "OUT" is a file's place.
 RUNS = {
     "compare_profiles": ((PROFILE, PROFILE, "--means", "64"), f"| {PROFILE} |"),
+    "distilling": (
+        (TEXT, *MODEL, *PAIR, "--parts", "4", "--steps", "2"),
+        f"| {EMBEDDED_MODEL} | 1/4 | 2 |",
+    ),
     "draw_frames": (("OUT", *MODEL), ""),
     "endless": (
         (TEXT, *MODEL, "--tokens", "300", "--within", "200", "--slots", "48", "--prompts", "1"),
@@ -49,6 +53,10 @@ RUNS = {
     "returning --prose": (
         (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--samples", "2"),
         "| ",
+    ),
+    "rotating": (
+        (TEXT, *MODEL, *PAIR, "--parts", "4", "--bits", "3"),
+        f"| {EMBEDDED_MODEL} | 1/4, 3 and 3 | fitted, after RoPE |",
     ),
     "sample_text": ((EMBEDDED_MODEL, "OUT", "--tokens", "32", "--length", "16"), ""),
     "sensitivity": ((*MODEL, "--tokens", "96", "--draws", "2"), "| nats, 2 draws |"),
