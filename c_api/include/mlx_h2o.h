@@ -578,6 +578,40 @@ MLX_H2O_API int mlx_h2o_spill_resume(
     mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
     const mlx_stream s);
 
+// The cipher of sealed files, which the program brings: AES-GCM with a key of 32 bytes, nonces of
+// 12 and tags of 16. It is called in the thread of the model and in the writer's, maybe at once. A
+// call that fails returns another number than 0: the conversation then goes on without its file, or
+// the file is refused.
+typedef struct mlx_h2o_seal_ {
+  size_t size;  // of this struct, as the program knows it
+  void* context;
+  // Called once with the context, when nothing needs it any more; or NULL.
+  void (*release)(void* context);
+  // The cipher of one file, by the 32 random bytes in its header. As Python's files have it
+  // (Spill(key=...)), its key is HKDF-SHA256 (RFC 5869) of the program's, with these as salt, the
+  // info "mlx-h2o sealed rows" and 32 bytes. NULL where it cannot be made.
+  void* (*open)(void* context, const uint8_t* salt, size_t n_salt);
+  void (*close)(void* cipher);
+  // Seals data [n] where it lies, and writes tag [16]; nonce [12]; associated [n_associated] is
+  // authenticated too, and may be empty.
+  int (*encrypt)(
+      void* cipher, const uint8_t* nonce, const uint8_t* associated, size_t n_associated,
+      uint8_t* data, size_t n, uint8_t* tag);
+  // Opens it. Fails where the tag is not of these bytes.
+  int (*decrypt)(
+      void* cipher, const uint8_t* nonce, const uint8_t* associated, size_t n_associated,
+      uint8_t* data, size_t n, const uint8_t* tag);
+} mlx_h2o_seal;
+
+// Before its first rows: has the file and the records of the state be sealed. Also where this
+// fails, the context is released.
+MLX_H2O_API int mlx_h2o_spill_seal(mlx_h2o_spill spill, const mlx_h2o_seal* seal);
+// mlx_h2o_spill_resume for a file that was sealed, here or in Python; the same of the context. With
+// another key nothing is changed.
+MLX_H2O_API int mlx_h2o_spill_resume_sealed(
+    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
+    const mlx_h2o_seal* seal, const mlx_stream s);
+
 // Why there is no file, or why it gets no more rows; "" while all is well. As the next, it is valid
 // until the next call with this handle or one of its caches; not to be freed.
 MLX_H2O_API int mlx_h2o_spill_failure(const char** res, const mlx_h2o_spill spill);

@@ -122,7 +122,7 @@ void ConversationRows::come(int layer, LayerForm form) {
     }
     remove_ownerless_once(folder_);
     path_ = folder_ + "/" + new_name();
-    file_ = RowFile::create(path_, std::move(known), kept_);
+    file_ = RowFile::create(path_, std::move(known), kept_, cipher_);
   } catch (const std::exception& error) {
     path_.clear();
     return fail("no file can be made in " + folder_ + ": " + error.what());
@@ -147,10 +147,20 @@ void ConversationRows::evaluate_held() {
   evaluate(all);
 }
 
+bool ConversationRows::begun() const {
+  return std::any_of(forms_.begin(), forms_.end(), [](const auto& form) { return !!form; });
+}
+
 void ConversationRows::keep() {
-  const bool begun = std::any_of(forms_.begin(), forms_.end(), [](const auto& f) { return !!f; });
-  check(!begun || kept_, "Rows have come: it has to be said before that they stay.", Blame::state);
+  check(
+      !begun() || kept_, "Rows have come: it has to be said before that they stay.", Blame::state);
   kept_ = true;
+}
+
+void ConversationRows::seal(std::shared_ptr<const Cipher> cipher) {
+  check(!begun(), "Rows have come: it has to be said before that they are sealed.", Blame::state);
+  cipher_ = std::move(cipher);
+  digests.stay_in_memory();
 }
 
 std::string ConversationRows::next_record() const {

@@ -47,6 +47,8 @@ class ConversationRows {
   bool kept() const {
     return kept_;
   }
+  // Has the file be sealed, and digests stay in memory. Raises once rows have come.
+  void seal(std::shared_ptr<const Cipher> cipher);
   // Where the next record of the state is to be; and that it is there.
   std::string next_record() const;
   void recorded();
@@ -76,12 +78,16 @@ class ConversationRows {
   void close();
 
  private:
+  // Whether rows came.
+  bool begun() const;
+
   const std::string folder_;
   std::string path_, failure_;
   std::vector<std::optional<LayerForm>> forms_;
   std::vector<bool> attached_;
   std::vector<LayerRows*> rows_;  // null before a layer's first
   std::unique_ptr<RowFile> file_;
+  std::shared_ptr<const Cipher> cipher_;  // of a file that is to be sealed
   bool kept_ = false;
   int place_ = 0;  // of the next record
 };

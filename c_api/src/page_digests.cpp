@@ -59,6 +59,7 @@ const int8_t* Digests::keys(int page) const {
 void PageDigests::close() {
   if (descriptor_ >= 0) ::close(descriptor_);
   descriptor_ = -1, end_ = 0;
+  memory_.clear();
   tracts_.clear(), counts_.clear(), forms_.clear();
 }
 
@@ -82,8 +83,7 @@ void PageDigests::append(int layer, int heads, int width, const std::vector<floa
             digests.data() + i * size, keys.data() + (size_t(head) * pages + page + i) * of_page,
             of_page);
       const int64_t to = start + int64_t(head * kTract + at) * int64_t(size);
-      if (pwrite(descriptor_, digests.data(), digests.size(), to) != ssize_t(digests.size()))
-        throw FileError("digests of pages could not be written");
+      put(digests, to);
     }
     page += some;
     counts_[layer] = first + page;
@@ -96,9 +96,24 @@ Digests PageDigests::read(int layer, int head, int tract, int pages) const {
   Digests digests{width, std::vector<uint8_t>(pages * size)};
   std::vector<uint8_t>& bytes = digests.bytes;
   const int64_t start = tracts_.at({layer, tract}) + int64_t(head) * kTract * int64_t(size);
-  if (pread(descriptor_, bytes.data(), bytes.size(), start) != ssize_t(bytes.size()))
-    throw FileError("digests of pages could not be read");
+  get(bytes, start);
   return digests;
+}
+
+void PageDigests::put(const std::vector<uint8_t>& digests, int64_t at) {
+  if (in_memory_) {
+    memory_.resize(size_t(end_));
+    std::copy(digests.begin(), digests.end(), memory_.begin() + at);
+  } else if (pwrite(descriptor_, digests.data(), digests.size(), at) != ssize_t(digests.size())) {
+    throw FileError("digests of pages could not be written");
+  }
+}
+
+void PageDigests::get(std::vector<uint8_t>& digests, int64_t at) const {
+  if (in_memory_)
+    std::copy_n(memory_.begin() + at, digests.size(), digests.begin());
+  else if (pread(descriptor_, digests.data(), digests.size(), at) != ssize_t(digests.size()))
+    throw FileError("digests of pages could not be read");
 }
 
 void PageDigests::truncate(int layer, int position) {
@@ -110,7 +125,7 @@ void PageDigests::truncate(int layer, int position) {
 int64_t PageDigests::place(int layer, int tract) {
   const auto [found, is_new] = tracts_.try_emplace({layer, tract}, end_);
   if (!is_new) return found->second;
-  if (descriptor_ < 0) descriptor_ = nameless(folder_);
+  if (descriptor_ < 0 && !in_memory_) descriptor_ = nameless(folder_);
   const Form form = forms_.at(layer);
   end_ += int64_t(form.heads) * kTract * int64_t(bytes_of(form.width));
   return found->second;

@@ -1,6 +1,6 @@
 // Digests of a conversation's pages: the keys of the heads that ask, in 8 bits, beside the rows
 // (python/mlx_h2o/spill/page_digests.py, which says more). They lie in a file without a name, which
-// no other process can open and which goes with this object.
+// no other process can open and which goes with this object, or in memory.
 #pragma once
 
 #include <stdint.h>
@@ -35,6 +35,10 @@ class PageDigests {
     close();
   }
 
+  // Has those to come lie in memory: keys of a sealed file must not lie on a disk in the open.
+  void stay_in_memory() {
+    in_memory_ = true;
+  }
   // Gives the file up; digests are made anew if they are wanted again.
   void close();
   // How many pages of a layer have digests.
@@ -54,8 +58,12 @@ class PageDigests {
   };
 
   int64_t place(int layer, int tract);
+  void put(const std::vector<uint8_t>& digests, int64_t at);
+  void get(std::vector<uint8_t>& digests, int64_t at) const;
 
   const std::string folder_;
+  bool in_memory_ = false;
+  std::vector<uint8_t> memory_;
   int descriptor_ = -1;
   int64_t end_ = 0;
   std::map<std::pair<int, int>, int64_t> tracts_;  // where those of a layer begin

@@ -41,8 +41,8 @@ struct Found {
 std::vector<Found> records_of(const RowFile& file) {
   std::vector<Found> found;
   for (int place = 0; place < 2; ++place) try {
-      StateRecord record =
-          StateRecord::read(record_paths(file.path())[place], file.layout().checksum());
+      StateRecord record = StateRecord::read(
+          record_paths(file.path())[place], file.layout().checksum(), file.seal());
       const int64_t blocks = record.position / kBlockPositions;
       if (record.position > 0 && blocks * kBlockPositions <= file.written() &&
           record.block == (blocks ? file.checksum_of(blocks - 1) : 0))
@@ -159,7 +159,9 @@ Fields slots_of(
   return slots;
 }
 
-Resumed gone_on(const std::string& path, std::unique_ptr<RowFile> opened) {
+Resumed gone_on(
+    const std::string& path, std::unique_ptr<RowFile> opened,
+    std::shared_ptr<const Cipher> cipher) {
   RowFile& file = *opened;
   std::vector<Found> found = records_of(file);
   if (found.empty()) throw FileError(path + " has no record of its conversation's state.");
@@ -169,6 +171,7 @@ Resumed gone_on(const std::string& path, std::unique_ptr<RowFile> opened) {
   const std::string folder = std::filesystem::absolute(path).parent_path().string();
   const Returns returns = Returning::settings_of(record.configs[0]);
   Resumed all{std::make_shared<ConversationRows>(folder, int(forms.size()), returns), {}};
+  if (cipher) all.conversation->seal(std::move(cipher));
   std::vector<KnownRows> known;
   for (size_t i = 0; i < forms.size(); ++i) {
     Fields& arrays = record.arrays[i];
@@ -210,7 +213,8 @@ bool record_state(ConversationRows& conversation, const std::vector<Core*>& cach
     const int64_t blocks = record.position / kBlockPositions;
     if (file->written() < blocks * kBlockPositions) return false;
     record.block = blocks ? file->checksum_of(blocks - 1) : 0;
-    write_durably(conversation.next_record(), record.bytes(file->layout().checksum()));
+    write_durably(
+        conversation.next_record(), record.bytes(file->layout().checksum(), file->seal()));
   } catch (const FileError& error) {
     conversation.fail(std::string("a record of the state cannot be written: ") + error.what());
     return false;
@@ -219,16 +223,16 @@ bool record_state(ConversationRows& conversation, const std::vector<Core*>& cach
   return true;
 }
 
-Resumed resumed(const std::string& path, size_t layers) {
+Resumed resumed(const std::string& path, size_t layers, std::shared_ptr<const Cipher> cipher) {
   return blaming(Blame::saved, [&] {
     try {
-      std::unique_ptr<RowFile> file = RowFile::open_to_go_on(path);
+      std::unique_ptr<RowFile> file = RowFile::open_to_go_on(path, cipher);
       const size_t in_file = file->layout().layers().size();
       if (in_file != layers)
         throw FileError(
             path + " has " + std::to_string(in_file) + " layers; there is place for " +
             std::to_string(layers) + ".");
-      return gone_on(path, std::move(file));
+      return gone_on(path, std::move(file), std::move(cipher));
     } catch (const FileError& error) {
       throw Refusal(Blame::saved, error.what());
     }

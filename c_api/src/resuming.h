@@ -19,7 +19,8 @@ struct Resumed {
 // The caches as they were at the newest record beside a file of rows, which gets their further rows
 // and stays. It is left as it is until it gets the first of them, so that a caller who finds the
 // caches to be another model's loses nothing. Raises for what cannot be read, is damaged or has
-// other layers.
-Resumed resumed(const std::string& path, size_t layers);
+// other layers. A sealed file needs its cipher.
+Resumed resumed(
+    const std::string& path, size_t layers, std::shared_ptr<const Cipher> cipher = nullptr);
 
 }  // namespace mlx_h2o

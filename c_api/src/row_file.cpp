@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <random>
 
 #include "evaluation.h"
 #include "json.h"
@@ -56,33 +55,64 @@ std::string read_text(int descriptor, size_t size) {
 }
 
 // Python removes files that were not to be kept, by these notes, if their process was killed.
-std::string new_notes(bool kept) {
-  std::random_device random;
-  std::string id;
-  for (int i = 0; i < 32; ++i) id += "0123456789abcdef"[random() % 16];
-  return Json(Json::Object{{"id", id}, {"kept", kept}}).text();
+Json::Object new_notes(bool kept) {
+  return {{"id", hex_of(random_bytes(16))}, {"kept", kept}};
+}
+
+// The cipher of a file whose header was read; null if it is not sealed.
+std::unique_ptr<Seal> seal_of(const RowLayout& layout, std::shared_ptr<const Cipher> cipher) {
+  if (layout.sealed() && !cipher)
+    throw FileError("This file of rows is sealed with a key: give its cipher.");
+  if (!layout.sealed() && cipher)
+    throw FileError("This file of rows is not sealed: give no cipher.");
+  if (!cipher) return nullptr;
+  std::vector<uint8_t> salt;
+  std::string check;
+  try {
+    const Json notes = Json::parsed(layout.notes());
+    salt = bytes_of_hex(member(notes.object("notes"), "salt").words("salt"));
+    check = member(notes.object("notes"), "check").words("check");
+  } catch (const std::exception&) {
+    throw FileError("The header of this file of rows is damaged.");
+  }
+  if (salt.size() != kSaltBytes) throw FileError("The header of this file of rows is damaged.");
+  auto seal = std::make_unique<Seal>(std::move(cipher), salt);
+  seal->require(check);
+  return seal;
 }
 
 }  // namespace
 
-RowFile::RowFile(std::string path, int descriptor, RowLayout layout, bool writable, bool removed)
+RowFile::RowFile(
+    std::string path, int descriptor, RowLayout layout, std::unique_ptr<Seal> seal, bool writable,
+    bool removed)
     : path_(std::move(path)),
       descriptor_(descriptor),
       layout_(std::move(layout)),
+      seal_(std::move(seal)),
       writable_(writable),
       removed_(removed),
       delivered_(layout_.layers().size()),
       parts_(layout_.layers().size()) {}
 
 std::unique_ptr<RowFile> RowFile::create(
-    const std::string& path, std::vector<LayerForm> forms, bool kept) {
-  RowLayout layout(std::move(forms), kBlockPositions, new_notes(kept));
+    const std::string& path, std::vector<LayerForm> forms, bool kept,
+    std::shared_ptr<const Cipher> cipher) {
+  Json::Object notes = new_notes(kept);
+  std::unique_ptr<Seal> seal;
+  if (cipher) {
+    const std::vector<uint8_t> salt = random_bytes(kSaltBytes);
+    seal = std::make_unique<Seal>(std::move(cipher), salt);
+    notes["salt"] = hex_of(salt), notes["check"] = seal->check();
+  }
+  RowLayout layout(std::move(forms), kBlockPositions, Json(std::move(notes)).text(), !!seal);
   const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (descriptor < 0) throw FileError(reason());
   try {
     if (flock(descriptor, LOCK_EX | LOCK_NB)) throw FileError(reason());
     write_all(descriptor, layout.header().data(), layout.header().size(), 0);
-    return std::unique_ptr<RowFile>(new RowFile(path, descriptor, std::move(layout), true, true));
+    return std::unique_ptr<RowFile>(
+        new RowFile(path, descriptor, std::move(layout), std::move(seal), true, true));
   } catch (...) {
     unlink(path.c_str());
     close(descriptor);
@@ -90,18 +120,21 @@ std::unique_ptr<RowFile> RowFile::create(
   }
 }
 
-std::unique_ptr<RowFile> RowFile::open(const std::string& path) {
-  return opened(path, false);
+std::unique_ptr<RowFile> RowFile::open(
+    const std::string& path, std::shared_ptr<const Cipher> cipher) {
+  return opened(path, false, std::move(cipher));
 }
 
-std::unique_ptr<RowFile> RowFile::open_to_go_on(const std::string& path) {
-  std::unique_ptr<RowFile> file = opened(path, true);
+std::unique_ptr<RowFile> RowFile::open_to_go_on(
+    const std::string& path, std::shared_ptr<const Cipher> cipher) {
+  std::unique_ptr<RowFile> file = opened(path, true, std::move(cipher));
   if (file->layout().positions() != kBlockPositions)
     throw FileError("This file has blocks of another size: only Python goes on with it.");
   return file;
 }
 
-std::unique_ptr<RowFile> RowFile::opened(const std::string& path, bool writable) {
+std::unique_ptr<RowFile> RowFile::opened(
+    const std::string& path, bool writable, std::shared_ptr<const Cipher> cipher) {
   // A pipe must not wait for its other end.
   const int how = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
   const int descriptor = ::open(path.c_str(), how);
@@ -115,8 +148,9 @@ std::unique_ptr<RowFile> RowFile::opened(const std::string& path, bool writable)
       throw FileError(path + " is open already, here or in another process.");
     const size_t length = RowLayout::header_length(read_text(descriptor, 64));
     RowLayout layout = RowLayout::read(read_text(descriptor, length));
+    std::unique_ptr<Seal> seal = seal_of(layout, std::move(cipher));
     std::unique_ptr<RowFile> file(
-        new RowFile(path, descriptor, std::move(layout), writable, false));
+        new RowFile(path, descriptor, std::move(layout), std::move(seal), writable, false));
     descriptor_of_file = -1;
     file->find_end();
     return file;
@@ -314,8 +348,14 @@ void RowFile::hand_over() {
 void RowFile::write(int64_t index, Block& block) {
   const size_t start = layout_.block_start(index);
   try {
-    layout_.put_record(block.bytes, index, layout_.positions());
-    write_all(descriptor_, block.bytes.data(), block.bytes.size(), start);
+    const int rows = layout_.positions();
+    if (seal_) {  // a copy, since rows are read from the block until it is written
+      const std::vector<uint8_t> stored = sealed(block.bytes, index, rows);
+      write_all(descriptor_, stored.data(), stored.size(), start);
+    } else {
+      layout_.put_record(block.bytes, index, rows);
+      write_all(descriptor_, block.bytes.data(), block.bytes.size(), start);
+    }
   } catch (const FileError&) {
     // Nothing torn stays.
     if (ftruncate(descriptor_, off_t(start))) {
@@ -324,6 +364,33 @@ void RowFile::write(int64_t index, Block& block) {
   }
   const std::lock_guard lock(mutex_);
   written_ = (index + 1) * layout_.positions();
+}
+
+// A block as it is stored sealed, with its record.
+std::vector<uint8_t> RowFile::sealed(std::vector<uint8_t> block, int64_t index, int rows) const {
+  const Nonce nonce = new_nonce();
+  const SealedPlace place{uint64_t(index), layout_.checksum(), uint32_t(rows)};
+  std::vector<uint8_t> tags;
+  for (int layer = 0; layer < int(delivered_.size()); ++layer)
+    for (int head = 0; head < layout_.layers()[layer].heads; ++head) {
+      const auto tag = seal_->encrypt(
+          block.data() + layout_.segment_start(layer, head), layout_.segment_bytes(layer), nonce,
+          place, uint32_t(layout_.segment_index(layer, head)));
+      tags.insert(tags.end(), tag.begin(), tag.end());
+    }
+  layout_.put_record(block, index, rows, nonce, tags);
+  return block;
+}
+
+// Opens a segment that was read from a sealed file.
+void RowFile::unseal(
+    uint8_t* segment, int layer, int head, const BlockRecord& record, int64_t block) const {
+  if (!seal_) return;
+  const int index = layout_.segment_index(layer, head);
+  const SealedPlace place{uint64_t(block), layout_.checksum(), uint32_t(record.rows)};
+  seal_->decrypt(
+      segment, layout_.segment_bytes(layer), record.tag(index), record.nonce, place,
+      uint32_t(index));
 }
 
 void RowFile::forget_written() {
@@ -412,7 +479,23 @@ std::vector<uint8_t> RowFile::segment_in_file(int64_t block, int layer, int head
           checked, layout_.segment_index(layer, head), segment.data(), segment.size()))
     throw FileError(
         "Block " + std::to_string(block) + " was changed or damaged after it was written.");
+  unseal(segment.data(), layer, head, checked, block);
   return segment;
+}
+
+// A whole block, to be gone on with.
+std::shared_ptr<RowFile::Block> RowFile::block_in_file(int64_t index) const {
+  auto whole = std::make_shared<Block>(Block{
+      std::vector<uint8_t>(layout_.block_bytes()), std::vector<bool>(delivered_.size(), true)});
+  std::vector<uint8_t>& bytes = whole->bytes;
+  if (read_some(descriptor_, bytes.data(), bytes.size(), layout_.block_start(index)) < bytes.size())
+    throw FileError("a block could not be read");
+  if (!seal_) return whole;
+  const BlockRecord record = layout_.checked_record(index, bytes.data() + layout_.record_start());
+  for (int layer = 0; layer < int(delivered_.size()); ++layer)
+    for (int head = 0; head < layout_.layers()[layer].heads; ++head)
+      unseal(bytes.data() + layout_.segment_start(layer, head), layer, head, record, index);
+  return whole;
 }
 
 // -- tokens are taken back ------------------------------------------------------------------------
@@ -422,15 +505,11 @@ void RowFile::truncate(int layer, int64_t first, bool kept) {
   const int64_t block = first / P, end = kept ? first + P : first;
   if (block < handed_) {
     writer_.take_back(block);
-    if (kept && !blocks_.contains(block)) {
-      auto whole = std::make_shared<Block>(Block{
-          std::vector<uint8_t>(layout_.block_bytes()), std::vector<bool>(delivered_.size(), true)});
-      if (read_some(
-              descriptor_, whole->bytes.data(), whole->bytes.size(), layout_.block_start(block)) <
-          whole->bytes.size())
-        return fail("a block could not be read");
-      blocks_[block] = std::move(whole);
-    }
+    if (kept && !blocks_.contains(block)) try {
+        blocks_[block] = block_in_file(block);
+      } catch (const FileError& error) {
+        return fail(error.what());
+      }
     handed_ = block;
     const std::lock_guard lock(mutex_);
     if (written_ > first) {

@@ -23,13 +23,16 @@ using RowBytes = std::map<std::string, std::vector<uint8_t>>;
 class RowFile {
  public:
   // A new, empty file that only its owner may read. Raises FileError where it cannot be made.
-  // `kept` is for those who remove what processes left that were killed.
+  // `kept` is for those who remove what processes left that were killed. A cipher seals it.
   static std::unique_ptr<RowFile> create(
-      const std::string& path, std::vector<LayerForm> forms, bool kept = false);
-  // A file that exists, for reading. Raises FileError.
-  static std::unique_ptr<RowFile> open(const std::string& path);
+      const std::string& path, std::vector<LayerForm> forms, bool kept = false,
+      std::shared_ptr<const Cipher> cipher = nullptr);
+  // A file that exists, for reading; a sealed one needs its cipher. Raises FileError.
+  static std::unique_ptr<RowFile> open(
+      const std::string& path, std::shared_ptr<const Cipher> cipher = nullptr);
   // The same for more rows; `go_on` has to follow.
-  static std::unique_ptr<RowFile> open_to_go_on(const std::string& path);
+  static std::unique_ptr<RowFile> open_to_go_on(
+      const std::string& path, std::shared_ptr<const Cipher> cipher = nullptr);
   // Removes a file that was made here, unless it is to be left.
   ~RowFile();
   RowFile(const RowFile&) = delete;
@@ -39,6 +42,10 @@ class RowFile {
   }
   const RowLayout& layout() const {
     return layout_;
+  }
+  // The cipher of a sealed file, or null.
+  const Seal* seal() const {
+    return seal_.get();
   }
   // Positions that a layer has delivered, which `rows` has.
   int64_t delivered(int layer) const {
@@ -93,13 +100,20 @@ class RowFile {
     }
   };
 
-  RowFile(std::string path, int descriptor, RowLayout layout, bool writable, bool removed);
-  static std::unique_ptr<RowFile> opened(const std::string& path, bool writable);
+  RowFile(
+      std::string path, int descriptor, RowLayout layout, std::unique_ptr<Seal> seal, bool writable,
+      bool removed);
+  static std::unique_ptr<RowFile> opened(
+      const std::string& path, bool writable, std::shared_ptr<const Cipher> cipher);
   void settle(int64_t before);
   void settle(const std::vector<std::pair<int, Part>>& parts);
   void put(int layer, const Part& part, int64_t index);
   void hand_over();
   void write(int64_t index, Block& block);
+  std::vector<uint8_t> sealed(std::vector<uint8_t> block, int64_t index, int rows) const;
+  void unseal(
+      uint8_t* segment, int layer, int head, const BlockRecord& record, int64_t block) const;
+  std::shared_ptr<Block> block_in_file(int64_t index) const;
   void forget_written();
   void find_end();
   std::vector<uint8_t> segment_in_file(int64_t block, int layer, int head, int last) const;
@@ -108,6 +122,7 @@ class RowFile {
   const std::string path_;
   const int descriptor_;
   const RowLayout layout_;
+  const std::unique_ptr<Seal> seal_;
   const bool writable_;
   bool removed_;      // in the end
   bool cut_ = false;  // whether blocks from `handed_` on are still to be cut off

@@ -18,6 +18,7 @@ constexpr uint32_t kVersion = 1;
 constexpr size_t kPage = 4096, kLargePage = 16384;
 constexpr size_t kStartBytes = 20;   // magic, version, length of the JSON, its checksum
 constexpr size_t kRecordBytes = 24;  // index, rows in use, 0, nonce of sealed blocks
+constexpr size_t kNonceAt = 16;
 
 // Greatest values of a header's numbers.
 constexpr size_t kMostJson = 1 << 22, kMostName = 64;
@@ -97,8 +98,8 @@ size_t LayerForm::row_bytes() const {
   return bytes;
 }
 
-RowLayout::RowLayout(std::vector<LayerForm> layers, int positions, std::string notes)
-    : layers_(std::move(layers)), positions_(positions), notes_(std::move(notes)) {
+RowLayout::RowLayout(std::vector<LayerForm> layers, int positions, std::string notes, bool sealed)
+    : layers_(std::move(layers)), positions_(positions), notes_(std::move(notes)), sealed_(sealed) {
   check_within("layers", layers_.size(), kMostLayers);
   check_within("positions of a block", positions_, kMostPositions);
   first_segments_.push_back(0), layer_starts_.push_back(0);
@@ -121,8 +122,8 @@ void RowLayout::make_header() {
   }
   // Members in Python's order, which makes the header anew to know its checksum.
   const std::string text = "{\"layers\": " + Json(std::move(layers)).text() +
-      ", \"positions\": " + std::to_string(positions_) +
-      ", \"sealed\": false, \"notes\": " + Json(notes_).text() + "}";
+      ", \"positions\": " + std::to_string(positions_) + ", \"sealed\": " + Json(sealed_).text() +
+      ", \"notes\": " + Json(notes_).text() + "}";
   if (text.size() > kMostJson) throw FileError("The header of a file of rows is too long.");
   const uint32_t numbers[] = {
       kVersion, uint32_t(text.size()), crc32(text.data(), text.size(), kVersion)};
@@ -153,25 +154,22 @@ RowLayout RowLayout::read(const std::string& start) {
   const std::string text = start.substr(kStartBytes, number_at<uint32_t>(start.data(), 12));
   if (crc32(text.data(), text.size(), kVersion) != number_at<uint32_t>(start.data(), 16))
     throw FileError(damaged + ".");
-  bool sealed = false;
   try {
     const Json json = Json::parsed(text);
     const Json::Object& header = json.object("The header");
-    sealed = member(header, "sealed").truth("sealed");
     std::vector<LayerForm> layers;
     for (const Json& layer : member(header, "layers").list("layers"))
       layers.push_back(form_of(layer));
     RowLayout layout(
         std::move(layers), member(header, "positions").whole("positions", 1, kMostPositions),
-        member(header, "notes").words("notes"));
+        member(header, "notes").words("notes"), member(header, "sealed").truth("sealed"));
     // Its own bytes count, which another writer may have ordered otherwise.
     layout.header_ = start.substr(0, length);
     layout.checksum_ = crc32(start.data(), length);
-    if (!sealed) return layout;
+    return layout;
   } catch (const std::exception& error) {
     throw FileError(damaged + ": " + error.what());
   }
-  throw FileError("This file of rows is sealed with a key: only Python reads such files.");
 }
 
 size_t RowLayout::segment_start(int layer, int head) const {
@@ -179,20 +177,23 @@ size_t RowLayout::segment_start(int layer, int head) const {
 }
 
 size_t RowLayout::record_bytes() const {
-  return kRecordBytes + 4 * size_t(first_segments_.back()) + 4;
+  return kRecordBytes + (4 + (sealed_ ? kTagBytes : 0)) * size_t(segments()) + 4;
 }
 
 size_t RowLayout::block_bytes() const {
   return up(record_start() + record_bytes(), kPage);
 }
 
-void RowLayout::put_record(std::vector<uint8_t>& block, int64_t index, int rows) const {
+void RowLayout::put_record(
+    std::vector<uint8_t>& block, int64_t index, int rows, const Nonce& nonce,
+    const std::vector<uint8_t>& tags) const {
   uint8_t* const record = block.data() + record_start();
   const uint64_t number = index;
   const uint32_t used[] = {uint32_t(rows), 0};
   std::memset(record, 0, record_bytes());
   std::memcpy(record, &number, 8);
   std::memcpy(record + 8, used, 8);
+  std::memcpy(record + kNonceAt, nonce.data(), kNonceBytes);
   uint8_t* sums = record + kRecordBytes;
   for (size_t layer = 0; layer < layers_.size(); ++layer)
     for (int head = 0; head < layers_[layer].heads; ++head, sums += 4) {
@@ -200,6 +201,8 @@ void RowLayout::put_record(std::vector<uint8_t>& block, int64_t index, int rows)
       const uint32_t sum = crc32(segment, segment_bytes(int(layer)), checksum_);
       std::memcpy(sums, &sum, 4);
     }
+  if (!tags.empty()) std::memcpy(sums, tags.data(), tags.size());
+  sums += tags.size();
   const uint32_t of_record = crc32(record, sums - record, checksum_);
   std::memcpy(sums, &of_record, 4);
 }
@@ -212,8 +215,10 @@ BlockRecord RowLayout::checked_record(int64_t index, const uint8_t* record) cons
   if (number_at<uint64_t>(record, 0) != uint64_t(index) || !rows || rows > uint32_t(positions_) ||
       number_at<uint32_t>(record, 12))
     throw FileError("Block " + std::to_string(index) + " has the record of another.");
-  BlockRecord read{int(rows), std::vector<uint32_t>(first_segments_.back())};
+  BlockRecord read{int(rows), {}, std::vector<uint32_t>(segments()), {}};
+  std::memcpy(read.nonce.data(), record + kNonceAt, kNonceBytes);
   std::memcpy(read.checksums.data(), record + kRecordBytes, 4 * read.checksums.size());
+  read.tags.assign(record + kRecordBytes + 4 * read.checksums.size(), record + size - 4);
   return read;
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "mx.h"
+#include "seal.h"
 
 namespace mlx_h2o {
 
@@ -45,15 +46,21 @@ struct LayerForm {
 // What a block says of itself.
 struct BlockRecord {
   int rows;                         // in use
+  Nonce nonce;                      // of sealed blocks
   std::vector<uint32_t> checksums;  // of each segment
+  std::vector<uint8_t> tags;        // of each segment, one after the other; none if not sealed
+
+  const uint8_t* tag(int segment) const {
+    return tags.data() + kTagBytes * size_t(segment);
+  }
 };
 
 class RowLayout {
  public:
   // Raises for numbers out of their limits. `notes` is JSON that the layout does not read.
-  RowLayout(std::vector<LayerForm> layers, int positions, std::string notes);
+  RowLayout(std::vector<LayerForm> layers, int positions, std::string notes, bool sealed = false);
   // The layout that a header describes, of which `start` has `header_length` bytes or more. Raises
-  // FileError for what is none, is damaged, of another version, or sealed.
+  // FileError for what is none, is damaged, or of another version.
   static RowLayout read(const std::string& start);
   // Bytes of a header, from its first 20.
   static size_t header_length(const std::string& start);
@@ -63,6 +70,9 @@ class RowLayout {
   }
   int positions() const {
     return positions_;
+  }
+  bool sealed() const {
+    return sealed_;
   }
   const std::string& notes() const {
     return notes_;
@@ -87,13 +97,18 @@ class RowLayout {
   int segment_index(int layer, int head) const {
     return first_segments_[layer] + head;
   }
+  int segments() const {
+    return first_segments_.back();
+  }
   size_t record_start() const {
     return layer_starts_.back();
   }
   size_t record_bytes() const;
 
-  // Writes the record into a block's bytes.
-  void put_record(std::vector<uint8_t>& block, int64_t index, int rows) const;
+  // Writes the record into a block's bytes, whose segments are as they are to be stored.
+  void put_record(
+      std::vector<uint8_t>& block, int64_t index, int rows, const Nonce& nonce = {},
+      const std::vector<uint8_t>& tags = {}) const;
   // Raises FileError for a record that is torn, damaged, or another block's.
   BlockRecord checked_record(int64_t index, const uint8_t* record) const;
   bool is_intact(const BlockRecord& record, int segment, const uint8_t* data, size_t size) const;
@@ -104,6 +119,7 @@ class RowLayout {
   std::vector<LayerForm> layers_;
   int positions_;
   std::string notes_;
+  bool sealed_;
   std::vector<int> first_segments_;   // and the number of all
   std::vector<size_t> layer_starts_;  // bytes of a block, and the end of the last
   std::string header_;

@@ -15,7 +15,7 @@ namespace {
 constexpr char kMagic[] = "MLXH2OST";
 constexpr uint32_t kVersion = 1;
 // Magic, version, the JSON's bytes, all bytes behind this, their checksum, a nonce and a tag.
-constexpr size_t kJsonAt = 12, kSizeAt = 16, kSumAt = 24, kHead = 52;
+constexpr size_t kJsonAt = 12, kSizeAt = 16, kSumAt = 24, kNonceAt = 28, kTagAt = 36, kHead = 52;
 
 // Greatest values of a record's numbers. A state has some 20 bytes for each slot, and 2^28 slots of
 // all heads are more than any memory holds rows for.
@@ -114,7 +114,7 @@ StateRecord parsed(const Json& json, const char* rest, size_t left) {
 
 }  // namespace
 
-std::string StateRecord::bytes(uint32_t checksum) const {
+std::string StateRecord::bytes(uint32_t checksum, const Seal* seal) const {
   Json::List index;
   std::vector<mx::array> parts;
   for (size_t i = 0; i < arrays.size(); ++i)
@@ -140,8 +140,16 @@ std::string StateRecord::bytes(uint32_t checksum) const {
     body.append(reinterpret_cast<const char*>(part.data<uint8_t>()), part.size());
   const uint64_t size = body.size();
   if (length > kMostJson || size > kMostBytes) throw FileError("The state is too large.");
-  const uint32_t sum = crc32(body.data(), body.size(), checksum);
   std::string head(kHead, '\0');
+  if (seal) {
+    const Nonce nonce = new_nonce();
+    const auto tag = seal->encrypt(
+        reinterpret_cast<uint8_t*>(body.data()), body.size(), nonce, {0, checksum, 0},
+        kSealedAsRecord);
+    std::memcpy(head.data() + kNonceAt, nonce.data(), nonce.size());
+    std::memcpy(head.data() + kTagAt, tag.data(), tag.size());
+  }
+  const uint32_t sum = crc32(body.data(), body.size(), checksum);
   std::memcpy(head.data(), kMagic, 8);
   std::memcpy(head.data() + 8, &version, 4);
   std::memcpy(head.data() + kJsonAt, &length, 4);
@@ -150,7 +158,7 @@ std::string StateRecord::bytes(uint32_t checksum) const {
   return head + body;
 }
 
-StateRecord StateRecord::read(const std::string& path, uint32_t checksum) {
+StateRecord StateRecord::read(const std::string& path, uint32_t checksum, const Seal* seal) {
   std::error_code error;
   const std::filesystem::file_status about = std::filesystem::symlink_status(path, error);
   if (error || !std::filesystem::is_regular_file(about)) throw FileError("There is no record.");
@@ -171,6 +179,13 @@ StateRecord StateRecord::read(const std::string& path, uint32_t checksum) {
   std::string body(size, '\0');
   if (!file.read(body.data(), std::streamsize(size)) || crc32(body.data(), size, checksum) != sum)
     throw FileError("A record of a state is damaged.");
+  if (seal) {
+    Nonce nonce;
+    std::memcpy(nonce.data(), head + kNonceAt, nonce.size());
+    seal->decrypt(
+        reinterpret_cast<uint8_t*>(body.data()), size,
+        reinterpret_cast<const uint8_t*>(head + kTagAt), nonce, {0, checksum, 0}, kSealedAsRecord);
+  }
   try {
     return parsed(Json::parsed(body.substr(0, length)), body.data() + length, size - length);
   } catch (const std::exception& error) {

@@ -19,11 +19,12 @@ struct StateRecord {
   Json::List configs;          // of each cache
   std::vector<Fields> arrays;  // of each cache
 
-  // As it is stored beside a file whose header has this checksum. Evaluates the arrays.
-  std::string bytes(uint32_t checksum) const;
-  // One that lies in a file. Raises FileError for what is torn, damaged, of another file, or
-  // sealed: of a file of another size than its first bytes tell only these are read.
-  static StateRecord read(const std::string& path, uint32_t checksum);
+  // As it is stored beside a file whose header has this checksum, and its cipher if it is sealed.
+  // Evaluates the arrays.
+  std::string bytes(uint32_t checksum, const Seal* seal) const;
+  // One that lies in a file. Raises FileError for what is torn, damaged, or of another file: of a
+  // file of another size than its first bytes tell only these are read.
+  static StateRecord read(const std::string& path, uint32_t checksum, const Seal* seal);
 };
 
 // Where the records of a file of rows lie.

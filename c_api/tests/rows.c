@@ -11,7 +11,11 @@
 //                                   with
 //   rows refuse-to-resume FILE      must be refused; prints why
 //   rows resume-and-leave FILE      resumes and ends before any token comes; prints how many were
-//   seen rows check FOLDER               tokens taken back, copies, failures, what is left of files
+//                                   seen
+//   rows check FOLDER               tokens taken back, copies, failures, what is left of files
+//
+// With CIPHER="TO FROM" in the environment files are sealed by the process at the other end of two
+// pipes.
 //
 // Ends with 0, or with 1 and what went wrong.
 #define _POSIX_C_SOURCE 200809L
@@ -21,6 +25,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "ciphers.h"
 #include "mlx_h2o_golden.h"
 #include "numbers.h"
 #define PROGRAM "rows"
@@ -30,6 +35,10 @@ enum { LAYERS = 2, Hq = 4, Hk = 2, D = 32, MOST = 512 };
 
 static const mlx_array kNone = {NULL};
 static mlx_stream s;
+// The cipher of conversations that begin or go on now; of none if its key is 0 and nothing is
+// piped.
+static CipherUse use;
+static int toy_key, to_cipher = -1, from_cipher = -1;
 
 static mlx_array numbers(int heads, int tokens, int seed) {
   const int shape[] = {1, heads, tokens, D};
@@ -59,6 +68,14 @@ static mlx_h2o_returns often(void) {
   return returns;
 }
 
+static bool seals(void) {
+  return toy_key || to_cipher >= 0;
+}
+
+static mlx_h2o_seal cipher(void) {
+  return toy_key ? toy_cipher(&use, toy_key) : piped_cipher(to_cipher, from_cipher);
+}
+
 // A conversation of so many layers with a file.
 typedef struct Conversation_ {
   mlx_h2o_cache caches[LAYERS];
@@ -69,6 +86,10 @@ static Conversation begun(const char* folder, int bits, int recent_bits, int und
   Conversation c = {.spill = mlx_h2o_spill_new()};
   const mlx_h2o_returns returns = often();
   expect(!mlx_h2o_spill_make(&c.spill, folder, LAYERS, &returns), "a file's handle");
+  if (seals()) {
+    const mlx_h2o_seal seal = cipher();
+    expect(!mlx_h2o_spill_seal(c.spill, &seal), "a sealed file");
+  }
   for (size_t l = 0; l < LAYERS; ++l) {
     c.caches[l] = made(bits, recent_bits, undo);
     expect(!mlx_h2o_cache_spill_to(c.caches[l], c.spill, l, NULL, 0), "a layer's file");
@@ -193,7 +214,14 @@ static void keep_and_record(Conversation* c) {
 static Conversation resumed(const char* path) {
   Conversation c = {.spill = mlx_h2o_spill_new()};
   for (int l = 0; l < LAYERS; ++l) c.caches[l] = mlx_h2o_cache_new();
-  expect(!mlx_h2o_spill_resume(&c.spill, c.caches, LAYERS, path, s), "a file is gone on with");
+  if (seals()) {
+    const mlx_h2o_seal seal = cipher();
+    expect(
+        !mlx_h2o_spill_resume_sealed(&c.spill, c.caches, LAYERS, path, &seal, s),
+        "a sealed file is gone on with");
+  } else {
+    expect(!mlx_h2o_spill_resume(&c.spill, c.caches, LAYERS, path, s), "a file is gone on with");
+  }
   return c;
 }
 
@@ -242,7 +270,14 @@ static int refuses_to_resume(const char* path) {
   mlx_h2o_spill spill = mlx_h2o_spill_new();
   mlx_h2o_cache caches[LAYERS];
   for (int l = 0; l < LAYERS; ++l) caches[l] = mlx_h2o_cache_new();
-  expect(mlx_h2o_spill_resume(&spill, caches, LAYERS, path, s), "a file is refused");
+  if (seals()) {
+    const mlx_h2o_seal seal = cipher();
+    expect(
+        mlx_h2o_spill_resume_sealed(&spill, caches, LAYERS, path, &seal, s),
+        "a sealed file is refused");
+  } else {
+    expect(mlx_h2o_spill_resume(&spill, caches, LAYERS, path, s), "a file is refused");
+  }
   expect(mlx_h2o_last_error_code() == MLX_H2O_ERROR_SAVED, "as one that cannot be read");
   expect(!spill.ctx && !caches[0].ctx, "nothing is changed");
   printf("%s\n", mlx_h2o_last_error());
@@ -480,6 +515,101 @@ static void goes_on_without(const char* folder) {
   ended(c);
 }
 
+// -- sealed files ---------------------------------------------------------------------------------
+
+// Tokens that are taken back, and rows that come back, are those of a file that is not sealed.
+static double with_drafts(const char* folder, int64_t* came, bool* in_the_open) {
+  Conversation c = begun(folder, 0, 0, 4);
+  double sum = step(&c, 0, 40);
+  for (int at = 40; at < 130; ++at) {
+    sum = sum * 1.0001 + step(&c, at, 1);
+    if (at % 24 != 1) continue;
+    step(&c, 5000 + at, 4);
+    for (int l = 0; l < LAYERS; ++l)
+      expect(!mlx_h2o_cache_trim(c.caches[l], 4, s), "tokens are taken back");
+  }
+  expect(!*failure_of(&c), failure_of(&c));
+  *came = returned(&c);
+  // Whether the first token's first key lies in the file as it is.
+  bool whole = false;
+  const char* path = "";
+  expect(!mlx_h2o_spill_flush(&whole, c.spill, s) && whole, "it is on the disk");
+  expect(!mlx_h2o_spill_path(&path, c.spill), "where it is");
+  float key[Hk * 40 * D];
+  fill_numbers(key, Hk * 40 * D, 1, 0);
+  FILE* file = fopen(path, "r");
+  static char bytes[1 << 20];
+  const size_t size = file ? fread(bytes, 1, sizeof bytes, file) : 0;
+  if (file) fclose(file);
+  *in_the_open = false;
+  for (size_t at = 0; at + sizeof(float) * D <= size; at += 4)
+    *in_the_open = *in_the_open || !memcmp(bytes + at, key, sizeof(float) * D);
+  expect(size > 16384, "a file with rows");
+  ended(c);
+  return sum;
+}
+
+static void is_sealed(const char* folder) {
+  int64_t came = 0, came_sealed = 0;
+  bool in_the_open = false;
+  const double sum = with_drafts(folder, &came, &in_the_open);
+  expect(in_the_open, "keys lie in the file");
+  use = (CipherUse){0}, toy_key = 5;
+  const double same = with_drafts(folder, &came_sealed, &in_the_open);
+  expect(sum == same, "sealing changes no output");
+  expect(came > 0 && came == came_sealed, "the same rows come back");
+  expect(!in_the_open, "no key of a sealed file lies in the open");
+  expect(use.encrypted > 0 && use.decrypted > 0, "the program's cipher is used");
+  expect(use.opened == 1 && use.closed == 1 && use.released == 1, "and let go");
+  is_as_if_it_never_ended(folder, 4, 8);
+  toy_key = 0;
+}
+
+static void does_without_a_cipher_that_fails(const char* folder) {
+  // Of the header, of the first block, and of a later one.
+  for (const int* in = (const int[]){1, 3, 30, 0}; *in; ++in) {
+    use = (CipherUse){.fails_in = *in}, toy_key = 5;
+    Conversation c = begun(folder, 0, 0, 0);
+    step(&c, 0, 40), decoded(&c, 40, 130);
+    expect(strstr(failure_of(&c), "could not be sealed") != NULL, "the cipher's failure is told");
+    ended(c);
+    expect(use.released == 1 && use.opened == use.closed, "it is let go");
+  }
+  use = (CipherUse){0};
+  Conversation c = begun(folder, 4, 8, 0);
+  expect(!mlx_h2o_spill_keep(c.spill), "a file that stays");
+  step(&c, 0, 40), decoded(&c, 40, 71);
+  keep_and_record(&c);
+  char path[4096], records[2][4200];
+  const char* where = "";
+  expect(!mlx_h2o_spill_path(&where, c.spill), "where it is");
+  snprintf(path, sizeof path, "%s", where);
+  const mlx_h2o_seal late = cipher();
+  expect(mlx_h2o_spill_seal(c.spill, &late), "once rows have come it is too late");
+  expect(mlx_h2o_last_error_code() == MLX_H2O_ERROR_STATE, "which is a wrong state");
+  expect(use.released == 1, "and lets the second cipher go");
+  ended(c);
+  toy_key = 6, refuses_to_resume(path);
+  toy_key = 0, refuses_to_resume(path);
+  toy_key = 5;
+  c = resumed(path), ended(c);
+  mlx_h2o_seal half = cipher(), small = cipher();
+  half.encrypt = NULL, small.size = 8;
+  mlx_h2o_spill other = mlx_h2o_spill_new();
+  expect(!mlx_h2o_spill_make(&other, folder, 1, NULL), "another file");
+  expect(mlx_h2o_spill_seal(other, &half), "half a cipher");
+  expect(mlx_h2o_spill_seal(other, &small), "a struct of another size");
+  expect(mlx_h2o_spill_seal(other, NULL), "no cipher");
+  small.release(small.context);
+  mlx_h2o_spill_free(other);
+  for (int i = 0; i < 2; ++i) {
+    snprintf(records[i], sizeof records[i], "%s.state-%c", path, "ab"[i]);
+    unlink(records[i]);
+  }
+  expect(!unlink(path), "the file stayed");
+  toy_key = 0;
+}
+
 static void refuses_what_does_not_fit(const char* folder) {
   Conversation c = begun(folder, 0, 0, 0);
   mlx_h2o_cache other = made(0, 0, 0);
@@ -520,6 +650,7 @@ static int checks(const char* folder) {
       has_the_same_file(folder, 19, 3);
   goes_on_without(folder);
   is_as_if_it_never_ended(folder, 0, 0), is_as_if_it_never_ended(folder, 4, 8);
+  is_sealed(folder), does_without_a_cipher_that_fails(folder);
   expect(!files_in(folder), "no file is left");
   return failures;
 }
@@ -527,6 +658,8 @@ static int checks(const char* folder) {
 int main(int argc, char** argv) {
   s = mlx_default_cpu_stream_new();
   int status = 2;
+  const char* const pipes = getenv("CIPHER");
+  if (pipes && sscanf(pipes, "%d %d", &to_cipher, &from_cipher) != 2) return 1;
   if (argc == 5 && !strcmp(argv[1], "write")) status = writes(argv[2], atoi(argv[3]), argv[4]);
   if (argc == 8 && !strcmp(argv[1], "read")) status = reads(argv + 2);
   if (argc == 4 && !strcmp(argv[1], "leave")) status = leaves(argv[2], atoi(argv[3]));

@@ -30,6 +30,7 @@ from mlx_h2o.spill.layout import POSITIONS, Layout
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.storage.key_scaling import Frame
 from rows_for_files import FORMS, append
+from sealed_by_python import run_with_cipher
 
 ROOT = Path(__file__).parents[2]
 HOST_GPU = ROOT / "tests" / "host_gpu"
@@ -460,12 +461,12 @@ def test_what_is_no_file_of_rows_is_refused(engine: Path, tmp_path: Path) -> Non
         succeed(rows, "refuse", path)
 
 
-def conversation(folder: Path, keep: bool = True) -> list[H2OKVCache]:
+def conversation(folder: Path, keep: bool = True, key: bytes | None = None) -> list[H2OKVCache]:
     """The caches of c_api/tests/rows.c, with a file."""
     returns = Returns(every=8, window=4, pages=1, rows=6, ahead=3)
     kept: dict[str, Any] = {"policy": "salient", "bits": 4, "group_size": 32, "recent_bits": 8}
     caches = [H2OKVCache(budgets=[24, 32], **kept) for _ in range(2)]
-    spill_to(caches, Spill(folder, keep=keep, returns=returns))
+    spill_to(caches, Spill(folder, keep=keep, key=key, returns=returns))
     return caches
 
 
@@ -526,6 +527,66 @@ def test_python_goes_on_with_a_conversation_of_c(engine: Path, tmp_path: Path) -
     outs = decoded(ours, 71, 100)
     assert_goes_on_alike(outs, {n: a for n, a in never.items() if int(n.split(".")[0]) >= 71})
     ours[0].spill.conversation.close()
+
+
+KEY = bytes(range(32))
+
+
+@over_both
+def test_sealed_conversations_go_on_in_c_and_python(engine: Path, tmp_path: Path) -> None:
+    """Files and records that Python sealed, then C, then Python again; with one key only."""
+    rows = engine / "tests" / "rows"
+    never = decoded(conversation(tmp_path / "never", keep=False), 0, 130)
+    caches = conversation(tmp_path / "rows", key=KEY)
+    decoded(caches, 0, 75)
+    file, ways = caches[0].spill.conversation, [cache.spill for cache in caches]
+    assert file.record(ways)
+    path = file.file.path
+    file.close()
+    everything = [path, *(path.with_name(path.name + end) for end in (".state-a", ".state-b"))]
+    before = [one.read_bytes() if one.exists() else None for one in everything]
+    for key, why in ((KEY[::-1], "another key"), (None, "give its cipher")):
+        refused = (rows, "refuse-to-resume", path)
+        told = run_with_cipher(key, *refused).stdout if key else succeed(*refused)
+        assert why in told
+        assert before == [one.read_bytes() if one.exists() else None for one in everything]
+    out = tmp_path / "out.safetensors"
+    done = run_with_cipher(KEY, rows, "resume", path, 112, out)
+    assert (done.returncode, done.stdout.strip()) == (0, "75"), done.stderr
+    of_c: Any = mx.load(str(out))
+    assert_goes_on_alike(of_c, {n: a for n, a in never.items() if 75 <= int(n.split(".")[0]) < 112})
+    with pytest.raises(ValueError, match="another key"):
+        resume(path, KEY[::-1])
+    ours = resume(path, KEY)
+    assert ours[0].offset == 112
+    last = decoded(ours, 112, 130)
+    assert_goes_on_alike(last, {n: a for n, a in never.items() if int(n.split(".")[0]) >= 112})
+    ours[0].spill.conversation.close()
+
+
+@over_both
+def test_python_goes_on_with_a_sealed_conversation_of_c(engine: Path, tmp_path: Path) -> None:
+    rows = engine / "tests" / "rows"
+    never = decoded(conversation(tmp_path / "never", keep=False), 0, 100)
+    left = run_with_cipher(KEY, rows, "leave", tmp_path / "rows", 71)
+    assert left.returncode == 0, left.stderr
+    path = Path(left.stdout.strip())
+    with RowFile.open(path, key=KEY, writable=False) as file:
+        keys = file.rows(0, 0, [0])["keys"].tobytes()
+    assert keys not in path.read_bytes()
+    ours = resume(path, KEY)
+    assert ours[0].offset == 71
+    outs = decoded(ours, 71, 100)
+    assert_goes_on_alike(outs, {n: a for n, a in never.items() if int(n.split(".")[0]) >= 71})
+    ours[0].spill.conversation.close()
+    # A bit that was changed afterwards is told, in file and record.
+    whole = bytearray(path.read_bytes())
+    with RowFile.open(path, key=KEY, writable=False) as file:
+        at = file.layout.block_start(2)
+    whole[at] ^= 1
+    path.write_bytes(bytes(whole))
+    refused = run_with_cipher(KEY, rows, "refuse-to-resume", path)
+    assert (refused.returncode, "damaged" in refused.stdout) == (0, True), refused
 
 
 def test_c_refuses_damaged_records(over_mlx: Path, tmp_path: Path) -> None:
@@ -620,20 +681,6 @@ def test_until_rows_come_a_file_that_c_resumes_stays_as_it_is(engine: Path, tmp_
     succeed(engine / "tests" / "rows", "resume", kept.file.path, 92, tmp_path / "out.safetensors")
     with RowFile.open(kept.file.path, writable=False) as file:
         assert file.written == 88
-
-
-def test_c_refuses_to_resume_sealed_files(over_mlx: Path, tmp_path: Path) -> None:
-    caches = [H2OKVCache(max_size=24) for _ in range(2)]
-    spill_to(caches, Spill(tmp_path, keep=True, key=b"0123456789abcdef"))
-    decoded(caches, 0, 60)
-    kept = caches[0].spill.conversation
-    assert kept.record([cache.spill for cache in caches])
-    kept.close()
-    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    rows = over_mlx / "tests" / "rows"
-    for verb in ("refuse-to-resume", "refuse"):
-        assert "sealed with a key: only Python reads" in succeed(rows, verb, kept.file.path)
-    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 # More by hand: build/c_api/sanitized/over_mlx/tests/arguments fuzz 1000000 7

@@ -53,6 +53,37 @@ Returns returns_of(const mlx_h2o_returns* given) {
   return {given->every, given->window, given->pages, given->rows, given->room, given->ahead};
 }
 
+// The program's cipher, whose context goes with it.
+std::shared_ptr<const Cipher> cipher_of(const mlx_h2o_seal* given) {
+  check(given, "The cipher is missing: a pointer is null.");
+  check(
+      given->size >= sizeof *given,
+      "seal.size is that of the struct; got " + std::to_string(given->size) + ".");
+  auto cipher = std::make_shared<Cipher>();
+  cipher->context = given->context, cipher->release = given->release;
+  cipher->open = given->open, cipher->close = given->close;
+  cipher->encrypt = given->encrypt, cipher->decrypt = given->decrypt;
+  check(
+      cipher->open && cipher->close && cipher->encrypt && cipher->decrypt,
+      "A cipher has open, close, encrypt and decrypt: a pointer is null.");
+  return cipher;
+}
+
+void resume(
+    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
+    std::shared_ptr<const Cipher> cipher) {
+  wants(res);
+  refuse_tracing();
+  check(path, "The path of a file of rows is missing: a pointer is null.");
+  check(caches || !n_layers, "The place for caches is missing: a pointer is null.");
+  Resumed all = resumed(path, n_layers, std::move(cipher));
+  auto made = std::make_unique<Spill>();
+  made->rows = std::move(all.conversation);
+  for (size_t i = 0; i < n_layers; ++i) give(&caches[i], std::move(all.caches[i]));
+  mlx_h2o_spill_free(*res);
+  res->ctx = made.release();
+}
+
 }  // namespace
 
 const std::shared_ptr<ConversationRows>& of(mlx_h2o_spill handle) {
@@ -119,6 +150,13 @@ int mlx_h2o_spill_keep(mlx_h2o_spill spill) {
   return guarded([&] { of(spill)->keep(); });
 }
 
+int mlx_h2o_spill_seal(mlx_h2o_spill spill, const mlx_h2o_seal* seal) {
+  return guarded([&] {
+    std::shared_ptr<const Cipher> cipher = cipher_of(seal);
+    of(spill)->seal(std::move(cipher));
+  });
+}
+
 int mlx_h2o_spill_record(
     bool* res, mlx_h2o_spill spill, const mlx_h2o_cache* caches, size_t n_layers,
     const mlx_stream s) {
@@ -140,18 +178,13 @@ int mlx_h2o_spill_record(
 int mlx_h2o_spill_resume(
     mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
     const mlx_stream s) {
-  return guarded_on(s, [&] {
-    wants(res);
-    refuse_tracing();
-    check(path, "The path of a file of rows is missing: a pointer is null.");
-    check(caches || !n_layers, "The place for caches is missing: a pointer is null.");
-    Resumed all = resumed(path, n_layers);
-    auto made = std::make_unique<Spill>();
-    made->rows = std::move(all.conversation);
-    for (size_t i = 0; i < n_layers; ++i) give(&caches[i], std::move(all.caches[i]));
-    mlx_h2o_spill_free(*res);
-    res->ctx = made.release();
-  });
+  return guarded_on(s, [&] { resume(res, caches, n_layers, path, nullptr); });
+}
+
+int mlx_h2o_spill_resume_sealed(
+    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
+    const mlx_h2o_seal* seal, const mlx_stream s) {
+  return guarded_on(s, [&] { resume(res, caches, n_layers, path, cipher_of(seal)); });
 }
 
 int mlx_h2o_spill_failure(const char** res, const mlx_h2o_spill spill) {
