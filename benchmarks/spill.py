@@ -33,6 +33,7 @@ from mlx_h2o import (
     save_prompt_cache,
 )
 from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o.caches.conversation import way_into_file
 from mlx_h2o.spill.layout import LayerForm, Layout
 from mlx_h2o.spill.page_digests import PAGE
 from mlx_h2o.spill.row_file import RowFile
@@ -93,13 +94,20 @@ def paired(
             arms[i][1] = decode(model, arms[i][0], arms[i][1], args.steps)
             times[i].append((time.perf_counter() - start) / args.steps * 1e3)
             own[i].append((time.process_time() - used) / args.steps * 1e3)
-    spilled = arms[1][0][0].spill
-    file = spilled.conversation.file
-    if spilled.failure or not file.flush():
-        raise SystemExit(f"The file failed: {spilled.failure}")
+    file = file_of(arms[1][0])
+    if not file.flush():
+        raise SystemExit(f"The file failed: {file.failure}")
     if not any(entry.back.returned for entry in arms[2][0] if entry.back is not None):
         raise SystemExit("No row came back: make --prompt longer.")
     return times, own, file.layout.block_bytes / file.layout.positions
+
+
+def file_of(cache: list[Any]) -> RowFile:
+    """The file of a conversation, which has not failed."""
+    way = way_into_file(cache)
+    if way is None or way.failure or way.conversation.file is None:
+        raise SystemExit(f"The file failed: {way.failure if way else 'no layer has one'}")
+    return way.conversation.file
 
 
 def long_conversation(name: str, slots: int, tokens: int, folder: Path) -> None:
@@ -114,9 +122,7 @@ def long_conversation(name: str, slots: int, tokens: int, folder: Path) -> None:
         mx.eval(model(text, cache=cache)[:, -1])
         text = (text + 7) % 1000  # so that no two chunks are alike
         if done % shown < CHUNK:
-            file = cache[0].spill.conversation.file
-            if cache[0].spill.failure:
-                raise SystemExit(f"The file failed: {cache[0].spill.failure}")
+            file = file_of(cache)
             held, told = resident(), sum(entry.nbytes for entry in cache)
             read = sum(entry.back.rows_read for entry in cache if entry.back is not None)
             sizes = [f"{size / 2**20:.1f}" for size in (held, told, file.file_bytes)]
@@ -136,7 +142,7 @@ def cold(name: str, args: argparse.Namespace, folder: Path) -> list[str]:
         logits = model(prompt[:, first : first + CHUNK], cache=cache)[:, -1]
         mx.eval(logits)
     token = decode(model, cache, logits.argmax(axis=-1), 2 * args.steps)
-    file = cache[0].spill.conversation.file
+    file = file_of(cache)
     times: list[list[float]] = [[], []]
     read = [0, 0]
     for turn in range(2 * args.turns):

@@ -9,6 +9,7 @@ are paired by prompt; the processor time is that of the steps and of writing the
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from typing import Any
@@ -22,7 +23,8 @@ from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.model_caches import distillation
 from mlx_h2o.model_caches.compress import compress_into
 from mlx_h2o.model_caches.make import plain_bytes
-from research.mending import CHUNK, Answers, begun, divergence, parser
+from research.mending import CHUNK, Answers, begun, divergence
+from research.mending import parser as trial_parser
 from research.refitting import ROOM
 
 
@@ -39,11 +41,16 @@ def row(full: Answers, got: Answers, unmoved: Answers, seconds: float) -> str:
     )
 
 
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    made = trial_parser()
+    made.add_argument("--steps", type=int, nargs="+", default=[40])
+    return made
+
+
 def main() -> None:
     """Parse and run; the table is Markdown."""
-    made = parser()
-    made.add_argument("--steps", type=int, nargs="+", default=[40])
-    args = made.parse_args()
+    args = parser().parse_args()
     trial = begun(args)
     model, tokenizer = trial.stage.model, trial.stage.tokenizer
     full = trial.answered(trial.chunked(lambda _: stock_caches(model)), together=1)

@@ -22,6 +22,7 @@ bits buy. Transforms after RoPE only; their matrices, D * D numbers a head, are 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.model_caches.make import plain_bytes
 from mlx_h2o.storage.key_scaling import Frame, RowFormat
 from mlx_h2o.storage.rope import Rope
-from research.mending import Answers, begun, divergence, parser, profile_of
+from research.mending import Answers, begun, divergence, profile_of
+from research.mending import parser as trial_parser
 
 Array = npt.NDArray[Any]
 #: Rows that stay exact: the first tokens, and the newest.
@@ -270,11 +272,16 @@ def bounded(
     return {arm: maker(arms[arm]) for arm in (SHIPPED, FITTED)}
 
 
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    made = trial_parser()
+    made.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    return made
+
+
 def main() -> None:
     """Parse and run; the tables are Markdown."""
-    made = parser()
-    made.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
-    args = made.parse_args()
+    args = parser().parse_args()
     trial = begun(args)
     model, stage = trial.stage.model, trial.stage
     full = trial.answered(trial.chunked(lambda _: stock_caches(model)))

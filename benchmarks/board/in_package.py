@@ -16,6 +16,7 @@ from benchmarks.board.reading import Reading, having_read, reading_of
 from benchmarks.board.rivals import OURS, Read, Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
+from mlx_h2o.caches.conversation import way_into_file
 from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, WINDOW_KEEP, Arm
 from mlx_h2o.evaluate.contenders import arm_of
 from mlx_h2o.evaluate.stage import Stage
@@ -144,7 +145,10 @@ def written(cache: list[Any]) -> list[Any]:
 
     They wait in memory until four more tokens have come, which take no time here.
     """
-    cache[0].spill.conversation.file.flush()
+    way = way_into_file(cache)
+    assert way is not None
+    assert way.conversation.file is not None
+    way.conversation.file.flush()
     return cache
 
 

@@ -19,10 +19,10 @@ import mlx.core as mx
 
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.caches.conversation import bounded_entries, pin
+from mlx_h2o.caches.conversation import bounded_entries, pin, way_into_file
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.model_caches.resize import resize
-from mlx_h2o.serve.kept_rows import NEAR, KeptRows, Told, goes_on_in_file, rows_of, tell
+from mlx_h2o.serve.kept_rows import NEAR, KeptRows, Told, goes_on_in_file, tell
 from mlx_h2o.serve.marks import Mark, mark, mark_of
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 from mlx_h2o.serve.ticket import Place, Ticket, Turn
@@ -454,7 +454,7 @@ class Conversations:
             to: Changes a list of caches, or raises before any change.
         """
         to(idle.cache)
-        rows = rows_of(idle.cache)
+        rows = way_into_file(idle.cache)
         if rows is not None and rows.follows:
             rows.conversation.state_changed()
         mx.eval([entry.state for entry in idle.cache])

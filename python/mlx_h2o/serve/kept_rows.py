@@ -19,10 +19,10 @@ from typing import Any
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.conversation import way_into_file
 from mlx_h2o.caches.resume import resume, resume_apart, told_by
 from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.sessions import DAY, key_of, token_count, tokens_of
-from mlx_h2o.spill.layer_rows import LayerRows
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import SUFFIX, Spill, spill_setting
 from mlx_h2o.spill.state_keeping import EVERY
@@ -147,7 +147,7 @@ class KeptRows:
         Returns:
             Whether it can be gone on with from its very end.
         """
-        rows = rows_of(cache)
+        rows = way_into_file(cache)
         if rows is None or not rows.follows or rows.conversation.file is None:
             return False
         if any(other.offset >= rows.offset for other in rows.conversation.others(rows)):
@@ -162,14 +162,14 @@ class KeptRows:
         """
         closed = set[int]()
         for cache, own, key in left:
-            rows = rows_of(cache)
+            rows = way_into_file(cache)
             if rows is not None and rows.follows and id(rows.conversation) not in closed:
                 closed.add(id(rows.conversation))
                 self._close(cache, own, key)
 
     def _close(self, cache: Sequence[Any], own: Mark, key: bytes | None) -> bool:
         recorded = key is not None and self.record(cache, own, key)
-        rows = rows_of(cache)
+        rows = way_into_file(cache)
         if rows is None or rows.conversation.file is None:
             return False
         # mlx-lm's loop may still hold the caches, until it gets another request.
@@ -318,30 +318,22 @@ def _removed(path: Path, key: bytes | None) -> bool:
     return True
 
 
-def rows_of(cache: Sequence[Any]) -> LayerRows | None:
-    """The first bounded layer's way into the file of rows, if the caches have one."""
-    for _, entry in entries(cache):
-        if isinstance(entry, BoundedKVCache):
-            return entry.spill
-    return None
-
-
 def goes_on_in_file(cache: Sequence[Any]) -> bool:
     """Whether the caches' next rows are added to a file."""
-    rows = rows_of(cache)
+    rows = way_into_file(cache)
     return rows is not None and rows.follows
 
 
 def tell(cache: Sequence[Any], told: Told) -> None:
     """Let the records of a conversation's state hold its tokens."""
-    rows = rows_of(cache)
+    rows = way_into_file(cache)
     if rows is not None:
         rows.transcript = told
 
 
 def told_of(cache: Sequence[Any]) -> Told | None:
     """The tokens that records of these caches hold, if their owner tells them."""
-    rows = rows_of(cache)
+    rows = way_into_file(cache)
     transcript = rows.transcript if rows is not None else None
     return transcript if isinstance(transcript, Told) else None
 

@@ -34,14 +34,18 @@ public struct H2OSpill: Sendable, Equatable {
     /// (``recordState(of:)``). Such files are the app's to remove, with the records beside them
     /// (`.state-a`, `.state-b`), and those that a killed app left behind are too.
     public var keeps: Bool
+    /// Seals the file, so that it cannot be read without a key; nil: it is not sealed.
+    public var seal: H2OSeal?
 
     /// - Throws: ``H2OError/configuration(_:)`` for numbers out of range.
     public init(
         folder: URL = usualFolder, every: Int = 32, window: Int = 8, pages: Int = 12,
-        rows: Int = 64, room: Double = 0.5, ahead: Int = 16, keeps: Bool = false
+        rows: Int = 64, room: Double = 0.5, ahead: Int = 16, keeps: Bool = false,
+        seal: H2OSeal? = nil
     ) throws {
         (self.folder, self.every, self.window, self.pages) = (folder, every, window, pages)
         (self.rows, self.room, self.ahead, self.keeps) = (rows, room, ahead, keeps)
+        self.seal = seal
         try validate()
     }
 
@@ -122,6 +126,9 @@ final class EngineSpill {
         try checkEngine(mlx_h2o_spill_make(&made, spill.folder.path, layers, &returns))
         handle = made
         if spill.keeps { try checkEngine(mlx_h2o_spill_keep(made)) }
+        if var functions = spill.seal?.functions {
+            try checkEngine(mlx_h2o_spill_seal(made, &functions))
+        }
     }
 
     init(resumed handle: mlx_h2o_spill) { self.handle = handle }

@@ -45,17 +45,19 @@ extension H2OSpill {
     ///   - url: What ``recordState(of:)`` gave. Let the caches before go first: a file is one conversation's.
     ///   - model: The model that is to go on with them.
     ///   - pressure: What may ask for less memory while the caches are in use.
-    /// - Throws: ``H2OError/file(_:)`` for a file that is missing, in use, damaged, sealed, without a record,
-    ///   or another model's, and for caches with a policy of an app's own.
+    ///   - seal: What opens a sealed file, with the key that sealed it.
+    /// - Throws: ``H2OError/file(_:)`` for a file that is missing, in use, damaged, sealed with another key,
+    ///   without a record, or another model's, and for caches with a policy of an app's own.
     public static func resumedCaches(
-        from url: URL, for model: any LanguageModel, pressure: H2OMemoryPressure? = nil
+        from url: URL, for model: any LanguageModel, pressure: H2OMemoryPressure? = nil,
+        seal: H2OSeal? = nil
     ) throws -> [any KVCache] {
         guard url.isFileURL else {
             throw H2OError.file("The place of a file of rows is a file URL; got \(url).")
         }
         let plain = try H2OConfiguration.default.plainCaches(of: model)
         let (spill, engines) = try EngineSpill.resumed(
-            at: url, layers: placedMembers(of: plain).count)
+            at: url, layers: placedMembers(of: plain).count, seal)
         let share = PressureShare(pressure, PressureAgreement())
         do {
             let bounded = try engines.enumerated().map {
@@ -96,16 +98,21 @@ extension EngineSpill {
 
     /// A file that a conversation goes on in, and its caches.
     fileprivate static func resumed(
-        at url: URL, layers: Int
+        at url: URL, layers: Int, _ seal: H2OSeal?
     ) throws -> (spill: EngineSpill, engines: [Engine]) {
         _ = installedEvaluator
         let stream = StreamOrDevice.default
         var made = mlx_h2o_spill_new()
         var caches = (0 ..< layers).map { _ in mlx_h2o_cache_new() }
         try withExtendedLifetime(stream) {
-            try checkEngine(
-                mlx_h2o_spill_resume(&made, &caches, layers, url.path, stream.ctx),
-                saved: refusal(of: url))
+            let status: Int32
+            if var functions = seal?.functions {
+                status = mlx_h2o_spill_resume_sealed(
+                    &made, &caches, layers, url.path, &functions, stream.ctx)
+            } else {
+                status = mlx_h2o_spill_resume(&made, &caches, layers, url.path, stream.ctx)
+            }
+            try checkEngine(status, saved: refusal(of: url))
         }
         return (EngineSpill(resumed: made), caches.map { Engine(resumed: $0) })
     }

@@ -272,6 +272,47 @@ import Testing
         }
     }
 
+    // MARK: sealed files
+
+    @Test func aSealedConversationGoesOnWithItsKeyOnly() throws {
+        let folder = folder(), model = try model(), key = H2OSeal { MixedBytes(7, $0) }
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var sealed = try kept(folder)
+        sealed.spill?.seal = key
+        var url: URL?
+        do { url = try H2OSpill.recordState(of: begun(model, sealed)) }
+        let place = try #require(url), before = try contents(of: folder)
+        for wrong in [
+            nil, H2OSeal { MixedBytes(8, $0) },
+            H2OSeal { _ in throw CocoaError(.coderInvalidValue) },
+        ] {
+            #expect(throws: H2OError.self) {
+                try H2OSpill.resumedCaches(from: place, for: model, seal: wrong)
+            }
+            #expect(try contents(of: folder) == before)
+        }
+        let plain = self.folder()
+        defer { try? FileManager.default.removeItem(at: plain) }
+        let open = try begun(model, kept(plain))
+        let caches = try H2OSpill.resumedCaches(from: place, for: model, seal: key)
+        let known = caches[0].offset
+        #expect(known == open[0].offset)
+        let more = known ..< known + 40
+        #expect(logits(model, caches, more) == logits(model, open, more))
+        #expect(caches.allSatisfy { ($0 as! H2OKVCache).spillFailure == nil })
+    }
+
+    @Test func aSealThatFailsEndsTheFileAndNothingElse() throws {
+        let folder = folder(), model = try model()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var sealed = try kept(folder)
+        sealed.spill?.seal = H2OSeal { _ in throw CocoaError(.coderInvalidValue) }
+        let caches = try sealed.caches(for: model).map { $0 as! H2OKVCache }
+        #expect(try ModelTests.generated(model, caches, prompt: 100, tokens: 20).count == 20)
+        #expect(caches.allSatisfy { $0.spillFailure?.contains("could not be made") == true })
+        #expect(caches.allSatisfy { $0.failure == nil })
+    }
+
     @Test func aModelOfAnotherDtypeGoesOnWithoutTheFile() throws {
         let folder = folder()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -310,5 +351,42 @@ import Testing
             #expect(throws: H2OError.self) { try H2OSpill.recordState(of: wrong) }
         }
         #expect(try H2OSpill.recordState(of: caches) != nil)
+    }
+}
+
+/// No cipher, but bytes that look like none: mixed with a key, with a tag that tells changes.
+private struct MixedBytes: H2OFileCipher {
+    let key: Data
+
+    init(_ key: UInt8, _ salt: Data) { self.key = Data(salt.map { $0 &+ key }) }
+
+    private func mixed(_ bytes: Data, _ nonce: Data) -> Data {
+        let (key, nonce) = ([UInt8](self.key), [UInt8](nonce))
+        return Data(
+            bytes.enumerated().map {
+                $1
+                    ^ (key[$0 % key.count] &+ nonce[$0 % nonce.count]
+                        &+ UInt8(truncatingIfNeeded: $0 >> 5))
+            })
+    }
+
+    private func tag(_ parts: Data...) -> Data {
+        var sums: [UInt64] = [1, 2]
+        for (i, byte) in parts.joined().enumerated() {
+            sums[i % 2] = sums[i % 2] &* 31 &+ UInt64(byte)
+        }
+        return sums.withUnsafeBytes { Data($0) }
+    }
+
+    func seal(_ bytes: Data, nonce: Data, authenticating: Data) -> (bytes: Data, tag: Data) {
+        let sealed = mixed(bytes, nonce)
+        return (sealed, tag(key, nonce, authenticating, sealed))
+    }
+
+    func open(_ bytes: Data, tag: Data, nonce: Data, authenticating: Data) throws -> Data {
+        guard tag == self.tag(key, nonce, authenticating, bytes) else {
+            throw CocoaError(.fileReadCorruptFile)
+        }
+        return mixed(bytes, nonce)
     }
 }
