@@ -92,6 +92,23 @@ import Testing
         #expect(files(in: folder).isEmpty)
     }
 
+    @Test func aFileThatGoesHasTheLayersToWhichRowsComeBack() throws {
+        let folder = folder(), model = try model()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let profile = try H2OProfile(
+            contentsOf: GoldenReplay.embeddedModel.appendingPathComponent(H2OProfile.fileName))
+        for keeps in [true, false] {
+            var spill = try often(folder)
+            spill.keeps = keeps
+            let configuration = try H2OConfiguration(
+                budget: .tokens(48), headBudgets: .profile(profile), spill: spill)
+            let caches = try configuration.caches(for: model).map { $0 as! H2OKVCache }
+            #expect(try ModelTests.generated(model, caches, prompt: 200, tokens: 40).count == 40)
+            #expect(caches.map { $0.file != nil } == [keeps, keeps, keeps, true])
+            #expect(caches[3].spillFailure == nil && caches[3].rowsReturned > 0)
+        }
+    }
+
     @Test func whatCannotBeIsRefused() throws {
         for wrong in [
             { try H2OSpill(every: 0) }, { try H2OSpill(window: 0) }, { try H2OSpill(pages: 0) },
@@ -298,7 +315,7 @@ import Testing
         let known = caches[0].offset
         #expect(known == open[0].offset)
         let more = known ..< known + 40
-        #expect(logits(model, caches, more) == logits(model, open, more))
+        #expect(same(logits(model, caches, more), logits(model, open, more)))
         #expect(caches.allSatisfy { ($0 as! H2OKVCache).spillFailure == nil })
     }
 
