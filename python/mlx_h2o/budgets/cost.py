@@ -264,15 +264,11 @@ def _bytes_of_layers(
 
 def _slots_alike(shares: Sequence[LayerShare], policy: Policy) -> bool:
     """Whether one more slot for each head costs every layer as many bytes."""
-    return (
-        len(
-            {
-                (share.heads, share.widths.slot_bytes(policy), share.widths.recent_row_bytes)
-                for share in shares
-            }
-        )
-        == 1
-    )
+    of_slots = {
+        (share.heads, share.widths.slot_bytes(policy), share.widths.recent_row_bytes)
+        for share in shares
+    }
+    return len(of_slots) == 1
 
 
 def _most_slots(max_bytes: int, bytes_of: Callable[[int], int]) -> int:

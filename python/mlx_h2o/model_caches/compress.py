@@ -78,7 +78,10 @@ def compress_prompt(
     of_size = ModelSettings.of(max_bytes=max_bytes, context=tokens.shape[1], **settings)
     empty = bounded_caches(model, of_size)
     return compress_into(
-        *(empty, model, tokenizer, tokens),
+        empty,
+        model,
+        tokenizer,
+        tokens,
         room=room,
         chunk=chunk,
         tell=tell,
