@@ -174,6 +174,14 @@ def with_random_weights(model: nn.Module, seed: int = 0, dtype: mx.Dtype = mx.fl
     return model
 
 
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids below 95, of which models of `FAMILIES` have all."""
+        return [ord(c) % 90 + 5 for c in text]
+
+
 def prompt_tokens(count: int, seed: int = 1) -> list[int]:
     """Random token ids."""
     return mx.random.randint(0, VOCABULARY, (count,), key=mx.random.key(seed)).tolist()

@@ -15,7 +15,7 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.storage.rope import Rope
 from model_coverage import coverage_model
-from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
+from tiny_models import Characters, TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
 SLOW = pytest.mark.slow
 PINS = ((0, 5), (20, 24), (110, 112))
@@ -102,11 +102,6 @@ def test_compressed_prompts(policy, bits):
     assert all(holds(entry, spans) for entry in cache)
     with pytest.raises(ValueError, match="56 pinned tokens are too many"):
         compressed("30%", pins=[(0, 60)])
-
-
-class Characters:
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(c) % 90 + 5 for c in text]
 
 
 def _scores(cache: Any) -> list[dict[int, float]]:

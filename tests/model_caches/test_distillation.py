@@ -17,14 +17,7 @@ from mlx_h2o.model_caches.distillation import (
     rounded,
 )
 from mlx_h2o.model_caches.rereading import looking_caches
-from tiny_models import tiny_model
-
-
-class Characters:
-    """A tokenizer whose tokens are characters."""
-
-    def encode(self, text, add_special_tokens=True):
-        return [ord(c) % 90 + 5 for c in text]
+from tiny_models import Characters, tiny_model
 
 
 @pytest.fixture(scope="module")

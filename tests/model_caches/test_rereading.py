@@ -16,16 +16,9 @@ from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.model_caches import compress
 from mlx_h2o.model_caches.compress import compress_into, shared_out
 from mlx_h2o.model_caches.rereading import read_twice
-from tiny_models import kept_positions, tiny_model
+from tiny_models import Characters, kept_positions, tiny_model
 
 EMBEDDED = ["--model", "builtin:recall-4m"]
-
-
-class Characters:
-    """A tokenizer whose tokens are characters."""
-
-    def encode(self, text, add_special_tokens=True):
-        return [ord(c) % 90 + 5 for c in text]
 
 
 @pytest.fixture(scope="module")

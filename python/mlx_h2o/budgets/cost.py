@@ -271,9 +271,14 @@ def _slots_alike(shares: Sequence[LayerShare], policy: Policy) -> bool:
     return len(of_slots) == 1
 
 
-def _most_slots(max_bytes: int, bytes_of: Callable[[int], int]) -> int:
-    """The most slots that fit: bytes grow with slots."""
-    slots, too_many = 0, min(max_bytes, checks.MOST_TOKENS) + 1
+def _most_slots(
+    max_bytes: int,
+    bytes_of: Callable[[int], int],
+    least: int = 0,
+    most: int = checks.MOST_TOKENS,
+) -> int:
+    """The most slots from `least` on that fit: bytes grow with slots."""
+    slots, too_many = least, least + min(max_bytes, most) + 1
     while too_many - slots > 1:
         middle = (slots + too_many) // 2
         if bytes_of(middle) > max_bytes:
@@ -333,11 +338,4 @@ def slots_in_proportion(
             f"{least} slots: make it at least {bytes_of(total)}."
         )
     # Bytes grow with slots, except for rounding where rows differ from layer to layer.
-    too_many = total + max_bytes
-    while too_many - total > 1:
-        middle = (total + too_many) // 2
-        if bytes_of(middle) > max_bytes:
-            too_many = middle
-        else:
-            total = middle
-    return of(total)
+    return of(_most_slots(max_bytes, bytes_of, total, max_bytes))
