@@ -250,7 +250,14 @@ def slots_of_model(
 def bytes_of_model(
     slots: int, shares: Sequence[LayerShare], policy: Policy, remembers: bool
 ) -> int:
-    """The fewest bytes of which `slots_of_model` makes so many slots in every layer."""
+    """The fewest bytes of which `slots_of_model` makes so many slots in every layer.
+
+    Args:
+        slots: Slots of each KV head.
+        shares: As in `slots_of_model`.
+        policy: As in `slots_of_model`.
+        remembers: As in `slots_of_model`.
+    """
     each = _bytes_of_layers(slots, shares, policy, remembers)
     return sum(each) if _slots_alike(shares, policy) else len(each) * max(each)
 
