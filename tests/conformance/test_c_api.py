@@ -579,14 +579,26 @@ def test_python_goes_on_with_a_sealed_conversation_of_c(engine: Path, tmp_path: 
     outs = decoded(ours, 71, 100)
     assert_goes_on_alike(outs, {n: a for n, a in never.items() if int(n.split(".")[0]) >= 71})
     ours[0].spill.conversation.close()
-    # A bit that was changed afterwards is told, in file and record.
-    whole = bytearray(path.read_bytes())
+    # What was changed afterwards is told: by checksums, and by tags where checksums are made right.
+    whole = path.read_bytes()
     with RowFile.open(path, key=KEY, writable=False) as file:
-        at = file.layout.block_start(2)
-    whole[at] ^= 1
-    path.write_bytes(bytes(whole))
-    refused = run_with_cipher(KEY, rows, "refuse-to-resume", path)
-    assert (refused.returncode, "damaged" in refused.stdout) == (0, True), refused
+        layout = file.layout
+    start, end = layout.block_start(0), layout.block_start(1)
+    for at in (0, layout.segment(1, 1)[0], layout.record_start + 16):  # rows, the nonce
+        block = bytearray(whole[start:end])
+        block[at] ^= 1
+        path.write_bytes(whole[:start] + bytes(block) + whole[end:])
+        torn = run_with_cipher(KEY, rows, "refuse-to-resume", path)
+        assert (torn.returncode, "Block 0" in torn.stdout) == (0, True), torn
+        _, used, _, nonce = struct.unpack_from("<QII8s", block, layout.record_start)
+        tags_at = layout.record_start + 24 + 4 * layout.segments
+        tags = bytes(block[tags_at : tags_at + 16 * layout.segments])
+        body = memoryview(block)[: layout.record_start]
+        record = layout.record(0, used, body, nonce, tags)
+        block[layout.record_start : layout.record_start + len(record)] = record
+        path.write_bytes(whole[:start] + bytes(block) + whole[end:])
+        refused = run_with_cipher(KEY, rows, "refuse-to-resume", path)
+        assert (refused.returncode, "does not open" in refused.stdout) == (0, True), refused
 
 
 def test_c_refuses_damaged_records(over_mlx: Path, tmp_path: Path) -> None:
