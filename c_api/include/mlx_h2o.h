@@ -603,8 +603,8 @@ typedef struct mlx_h2o_seal_ {
       uint8_t* data, size_t n, const uint8_t* tag);
 } mlx_h2o_seal;
 
-// Before its first rows: has the file and the records of the state be sealed. Also where this
-// fails, the context is released.
+// Before its first rows: has the file and the records of the state be sealed. The context is
+// released where this fails, too, unless `size` is wrong, so that nothing else can be read.
 MLX_H2O_API int mlx_h2o_spill_seal(mlx_h2o_spill spill, const mlx_h2o_seal* seal);
 // mlx_h2o_spill_resume for a file that was sealed, here or in Python; the same of the context. With
 // another key nothing is changed.

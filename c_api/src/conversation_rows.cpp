@@ -159,6 +159,7 @@ void ConversationRows::keep() {
 
 void ConversationRows::seal(std::shared_ptr<const Cipher> cipher) {
   check(!begun(), "Rows have come: it has to be said before that they are sealed.", Blame::state);
+  check(!cipher_, "This file has a cipher already.", Blame::state);
   cipher_ = std::move(cipher);
   digests.stay_in_memory();
 }

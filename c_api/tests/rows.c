@@ -1,6 +1,7 @@
 // Files of rows (tests/conformance/test_c_api.py):
 //
-//   rows write FOLDER TOKENS OUT    decodes, leaves the file of rows where it is as OUT, and prints
+//   rows write FOLDER TOKENS OUT    decodes, takes tokens back, decodes, leaves the file of rows
+//   where it is as OUT, and prints
 //                                   how many positions it has
 //   rows read FILE LAYER HEAD FIRST END OUT    rows FIRST to END - 1 of a file, as safetensors
 //   rows refuse FILE                must be refused; prints why
@@ -157,9 +158,13 @@ static int files_in(const char* folder) {
 
 static int writes(const char* folder, int tokens, const char* out) {
   Conversation c = begun(folder, 4, 8, 0);
-  step(&c, 0, 40);
-  decoded(&c, 40, tokens);
+  // Back into a block that is in the file, which is read to be gone on with.
   bool whole = false;
+  step(&c, 0, 5), decoded(&c, 7000, 7015);
+  expect(!mlx_h2o_spill_flush(&whole, c.spill, s) && whole, "the block is on the disk");
+  for (int l = 0; l < LAYERS; ++l)
+    expect(!mlx_h2o_cache_trim(c.caches[l], 15, s), "tokens are taken back");
+  decoded(&c, 5, tokens);
   int64_t written = 0;
   const char* path = "";
   expect(!mlx_h2o_spill_flush(&whole, c.spill, s) && whole, "all is on the disk");
@@ -600,6 +605,9 @@ static void does_without_a_cipher_that_fails(const char* folder) {
   expect(mlx_h2o_spill_seal(other, &half), "half a cipher");
   expect(mlx_h2o_spill_seal(other, &small), "a struct of another size");
   expect(mlx_h2o_spill_seal(other, NULL), "no cipher");
+  const mlx_h2o_seal whole = cipher(), second = cipher();
+  expect(!mlx_h2o_spill_seal(other, &whole), "a cipher");
+  expect(mlx_h2o_spill_seal(other, &second), "only one");
   small.release(small.context);
   mlx_h2o_spill_free(other);
   for (int i = 0; i < 2; ++i) {

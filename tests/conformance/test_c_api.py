@@ -601,6 +601,24 @@ def test_python_goes_on_with_a_sealed_conversation_of_c(engine: Path, tmp_path: 
         assert (refused.returncode, "does not open" in refused.stdout) == (0, True), refused
 
 
+@over_both
+def test_a_sealed_file_of_c_has_the_rows_of_an_open_one(engine: Path, tmp_path: Path) -> None:
+    """Also those of a block that was in the file, and that tokens taken back opened again."""
+    rows, plain, sealed = engine / "tests" / "rows", tmp_path / "plain.rows", tmp_path / "c.rows"
+    written = int(succeed(rows, "write", tmp_path / "made", 75, plain))
+    done = run_with_cipher(KEY, rows, "write", tmp_path / "made", 75, sealed)
+    assert (done.returncode, int(done.stdout)) == (0, written), done.stderr
+    with (
+        RowFile.open(plain, writable=False) as one,
+        RowFile.open(sealed, key=KEY, writable=False) as other,
+    ):
+        for layer, form in enumerate(one.forms):
+            for head in range(form.heads):
+                ours = other.rows(layer, head, np.arange(written))
+                for name, of_name in one.rows(layer, head, np.arange(written)).items():
+                    assert np.array_equal(of_name, ours[name]), (layer, head, name)
+
+
 def test_c_refuses_damaged_records(over_mlx: Path, tmp_path: Path) -> None:
     """The older of two records stands in for a damaged one; without any nothing is gone on with.
 

@@ -41,15 +41,18 @@ mlx_h2o_returns defaults(size_t size) {
   return returns;
 }
 
+// Fields behind those of this version are 0.
+void check_unknown(const void* given, size_t known, size_t size, const char* name) {
+  const char* const all = static_cast<const char*>(given);
+  check(
+      std::all_of(all + std::min(size, known), all + size, [](char byte) { return !byte; }),
+      std::string("The program sets ") + name + " that this version does not have.");
+}
+
 Returns returns_of(const mlx_h2o_returns* given) {
   if (!given) return {};
   check_size(given->size);
-  const char* const all = reinterpret_cast<const char*>(given);
-  check(
-      std::all_of(
-          all + std::min(given->size, sizeof *given), all + given->size,
-          [](char byte) { return !byte; }),
-      "The program sets returns that this version does not have.");
+  check_unknown(given, sizeof *given, given->size, "returns");
   return {given->every, given->window, given->pages, given->rows, given->room, given->ahead};
 }
 
@@ -63,6 +66,7 @@ std::shared_ptr<const Cipher> cipher_of(const mlx_h2o_seal* given) {
   cipher->context = given->context, cipher->release = given->release;
   cipher->open = given->open, cipher->close = given->close;
   cipher->encrypt = given->encrypt, cipher->decrypt = given->decrypt;
+  check_unknown(given, sizeof *given, given->size, "a seal");
   check(
       cipher->open && cipher->close && cipher->encrypt && cipher->decrypt,
       "A cipher has open, close, encrypt and decrypt: a pointer is null.");

@@ -96,23 +96,24 @@ private final class CipherOfFile: Sendable {
         /// - Parameter key: At least 16 bytes that are hard to guess, no password; in the keychain between
         ///   two runs of the app.
         public convenience init(key: SymmetricKey) {
+            let bytes = key.withUnsafeBytes { Data($0) }
             self.init { salt in
-                AESCipher(
-                    key: HKDF<SHA256>.deriveKey(
-                        inputKeyMaterial: key, salt: salt, info: Data("mlx-h2o sealed rows".utf8),
-                        outputByteCount: 32))
+                let ofFile = HKDF<SHA256>.deriveKey(
+                    inputKeyMaterial: SymmetricKey(data: bytes), salt: salt,
+                    info: Data("mlx-h2o sealed rows".utf8), outputByteCount: 32)
+                return AESCipher(key: ofFile.withUnsafeBytes { Data($0) })
             }
         }
     }
 
     private struct AESCipher: H2OFileCipher {
-        let key: SymmetricKey
+        let key: Data
 
         func seal(
             _ bytes: Data, nonce: Data, authenticating: Data
         ) throws -> (bytes: Data, tag: Data) {
             let box = try AES.GCM.seal(
-                bytes, using: key, nonce: AES.GCM.Nonce(data: nonce),
+                bytes, using: SymmetricKey(data: key), nonce: AES.GCM.Nonce(data: nonce),
                 authenticating: authenticating)
             return (box.ciphertext, box.tag)
         }
@@ -120,7 +121,8 @@ private final class CipherOfFile: Sendable {
         func open(_ bytes: Data, tag: Data, nonce: Data, authenticating: Data) throws -> Data {
             let box = try AES.GCM.SealedBox(
                 nonce: AES.GCM.Nonce(data: nonce), ciphertext: bytes, tag: tag)
-            return try AES.GCM.open(box, using: key, authenticating: authenticating)
+            return try AES.GCM.open(
+                box, using: SymmetricKey(data: key), authenticating: authenticating)
         }
     }
 #endif
