@@ -324,6 +324,26 @@ def test_ctrl_c_while_modules_are_imported_ends_it_quietly(start, tmp_path):
     assert said == ""
 
 
+@pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_a_class_is_defined_is_no_error(kind, code, monkeypatch, capsys):
+    """Python 3.11 reports it as a RuntimeError of `__set_name__`; libraries are imported late."""
+
+    class Signalling:
+        def __set_name__(self, owner, name):
+            os.kill(os.getpid(), kind)
+
+    def importing(_):
+        type("Imported", (), {"attribute": Signalling()})
+
+    monkeypatch.setattr("mlx_h2o.cli.describe.run", importing)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["describe"]) == code
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "\nstopped\n"
+
+
 def test_programs_that_import_the_package_keep_their_ctrl_c():
     # Said before, since a process in the background may have begun with Ctrl-C ignored.
     program = (

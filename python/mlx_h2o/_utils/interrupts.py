@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM, which stop the command.
 
-`cli.main` uses both functions; nothing here runs when a module is imported.
+`cli.main` uses these; nothing here runs when a module is imported.
 """
 
 from __future__ import annotations
@@ -34,6 +34,19 @@ def terminating_tidily() -> Iterator[None]:
 
 def _terminated(*_: Any) -> NoReturn:
     raise Terminated
+
+
+def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """Ctrl-C or SIGTERM, if that is what an error reports.
+
+    A signal's exception may be raised anywhere, also where Python wraps it in another one: until
+    3.12 `__set_name__` turns it into a RuntimeError, so a signal that comes while a module defines
+    its classes looks like an error of that module.
+    """
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, KeyboardInterrupt):
+        behind = behind.__cause__
+    return behind
 
 
 @contextmanager

@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
         # Python flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except KeyboardInterrupt as stop:
+    except (KeyboardInterrupt, Exception) as error:
+        stop = interrupts.interrupt_behind(error)
+        if stop is None:
+            raise
         print("\nstopped", file=sys.stderr)
         return TERMINATED if isinstance(stop, interrupts.Terminated) else INTERRUPTED
 
