@@ -19,6 +19,7 @@ from benchmarks.board.scores import scores_of
 from benchmarks.board.tasks import (
     GROWING,
     HARD_NEEDLES,
+    MEMORY,
     NEEDLES,
     RULER,
     RULER_SHARE,
@@ -27,6 +28,7 @@ from benchmarks.board.tasks import (
     Task,
     growing,
     hard_needles,
+    memory,
     needles,
     ruler_task,
     texts,
@@ -81,7 +83,7 @@ class Plan:
 
 
 def plans_of(stage: Stage, sizes: Sizes, words: Sequence[str] = ()) -> list[Plan]:
-    """The texts, those of several speakers, the needles, the hard needles, and RULER's tasks.
+    """The texts, those of several speakers, the needles, the memory, and RULER's tasks.
 
     Args:
         stage: The model's tokenizer.
@@ -95,6 +97,7 @@ def plans_of(stage: Stage, sizes: Sizes, words: Sequence[str] = ()) -> list[Plan
             for name in (TEXTS_TASK, SPEAKERS)
         ),
         Plan(NEEDLES, partial(needles, stage, P, sizes.facts)),
+        Plan(MEMORY, partial(memory, stage, P, sizes.continuation)),
     ]
     if sizes.growing:
         made.insert(0, Plan(GROWING, partial(growing, stage, sizes.growing, 1), grows=True))

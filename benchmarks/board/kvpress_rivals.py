@@ -132,7 +132,8 @@ def pressed(
         ValueError: There is no kvpress here, or the press does not run.
     """
     worker = worker_of(stage)
-    asked = {"press": press, "settings": settings, "ratio": ratio}
+    alone = len(task.prompts) == 1
+    asked = {"press": press, "settings": settings, "ratio": ratio, "alone": alone}
     logits, answers = [], []
     for prompt, continuation in zip(task.prompts, task.continuations, strict=True):
         answer, row = worker.ask({**asked, "prompt": prompt, "continuation": continuation})
@@ -147,6 +148,7 @@ def pressed(
         max(answer["held"] for answer in answers),
         sum(answer["prompt_seconds"] for answer in answers) / n,
         sum(answer["token_seconds"] for answer in answers) / n,
+        answers[0]["peak"],
     )
 
 

@@ -3,9 +3,10 @@
 It is run by path with that environment's Python, and imports nothing of this project. The first
 argument is a folder with `config.json`, `model.safetensors` in the names of transformers, and the
 tokenizer's files. Each line of standard input is a request, {"press": ..., "settings": ...,
-"ratio": ..., "prompt": ids, "continuation": ids, "out": path}; each line of standard output is its
-answer: bytes and times, after the logits `[C - 1, vocabulary]` were written to `out` as .npy; or
-{"failed": why}.
+"ratio": ..., "alone": ..., "prompt": ids, "continuation": ids, "out": path}; each line of standard
+output is its answer: bytes and times, after the logits `[C - 1, vocabulary]` were written to `out`
+as .npy; or {"failed": why}. A prompt that is "alone" is read for this request only, and the answer
+has the greatest number of bytes of tensors that this took.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import statistics
 import sys
 import time
 import types
+import weakref
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,8 @@ for absent, names in {"datasets": ["load_dataset"], "fire": ["Fire"]}.items():
 import kvpress  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 #: Presses that look at attention weights, which only this implementation gives out.
@@ -97,6 +102,46 @@ def kept_rows(model: Any, cache: Any) -> int:
         which = getattr(layer.self_attn, "masked_key_indices", None)
         masked += 0 if which is None else len(which[2])
     return held - masked
+
+
+class Peak(TorchDispatchMode):
+    """Within a block, the greatest number of bytes of tensors that were made there and alive.
+
+    This is what MLX counts as its peak memory; what an operation takes for itself is in neither.
+
+    Attributes:
+        bytes: That number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self._alive = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        # Weights are given before anything is made of them.
+        before = {one.untyped_storage().data_ptr() for one in given}
+        made = function(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor):
+                self._count(one.untyped_storage(), before)
+        return made
+
+    def _count(self, storage: Any, before: set[int]) -> None:
+        at = storage.data_ptr()
+        if at in self._known or at in before or not at:
+            return
+        self._known.add(at)
+        self._alive += storage.nbytes()
+        self.bytes = max(self.bytes, self._alive)
+        weakref.finalize(storage, self._gone, at, storage.nbytes())
+
+    def _gone(self, at: int, size: int) -> None:
+        self._known.discard(at)
+        self._alive -= size
 
 
 def parts_of(tokens: list[int], singly: bool) -> list[tuple[int, list[int]]]:
@@ -168,12 +213,19 @@ def _prefilled(model: Any, prompt: list[int]) -> Prefill:
     return Prefill(cache, calls, time.perf_counter() - start)
 
 
-def compressed(model: Any, press: Any, prompt: list[int]) -> tuple[Any, float]:
-    """A cache of a prompt that a press has compressed, and the seconds that both took."""
+def compressed(model: Any, press: Any, prompt: list[int], alone: bool) -> tuple[Any, float]:
+    """A cache of a prompt that a press has compressed, and the seconds that both took.
+
+    Args:
+        model: The model.
+        press: A press; None compresses nothing.
+        prompt: The prompt's tokens.
+        alone: Whether the prompt is read for this press only, as kvpress itself would.
+    """
     eager = model.config._attn_implementation == "eager"
-    if eager:  # its attention weights are too large to keep
+    if alone or eager:  # eager attention's weights are too large to keep
         cache, start = DynamicCache(), time.perf_counter()
-        with press(model):
+        with nullcontext() if press is None else press(model):
             model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
         return cache, time.perf_counter() - start
     read = prefill_of(model, prompt)
@@ -217,7 +269,10 @@ def answered(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     press = press_of(asked["press"], asked["settings"], asked["ratio"])
     torch.manual_seed(0)  # Compactor draws projections
     length = len(asked["prompt"])
-    cache, prompt_seconds = compressed(model, press, asked["prompt"])
+    if asked["alone"]:
+        _prefills.clear()
+    with Peak() if asked["alone"] else nullcontext() as peak:
+        cache, prompt_seconds = compressed(model, press, asked["prompt"], asked["alone"])
     held, rows = held_by(cache), kept_rows(model, cache)
     read = asked["continuation"][:-1]
     logits, seconds = [], []
@@ -231,7 +286,7 @@ def answered(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
             seconds.append(time.perf_counter() - start)
     np.save(asked["out"], np.concatenate(logits))
     times = {"prompt_seconds": prompt_seconds, "token_seconds": statistics.median(seconds)}
-    return {"held": held, "rows": rows, **times}
+    return {"held": held, "rows": rows, "peak": peak.bytes if peak else None, **times}
 
 
 def main() -> None:

@@ -30,6 +30,8 @@ class Reading:
         held: Bytes of memory that one row's cache takes after the prompt, in this model's dtype.
         prompt_seconds: Seconds to read a row's prompt.
         token_seconds: The median seconds of a row's further token.
+        peak: The greatest number of bytes of arrays beside the model while the prompt was read,
+            with all that is computed on the way; None if several rows were read at once.
     """
 
     logits: mx.array
@@ -37,6 +39,7 @@ class Reading:
     held: int
     prompt_seconds: float
     token_seconds: float
+    peak: int | None = None
 
 
 #: Makes the caches that have read a task's prompts; the task may be one row of several.
@@ -83,6 +86,7 @@ def reading_of(
         max(part.held for part in found),
         statistics.fmean(part.prompt_seconds for part in found),
         statistics.fmean(part.token_seconds for part in found),
+        max((part.peak for part in found if part.peak is not None), default=None),
     )
 
 
@@ -90,8 +94,10 @@ def _read(stage: Stage, task: Task, after: After, count: Callable[[Sequence[Any]
     n = len(task.prompts)
     give_back()
     before = mx.get_active_memory()
+    mx.reset_peak_memory()
     start = time.perf_counter()
     cache = after(stage, task)
+    peak = mx.get_peak_memory() - before if n == 1 else None
     prompt_seconds = (time.perf_counter() - start) / n
     give_back()
     held = (mx.get_active_memory() - before) // n
@@ -104,7 +110,7 @@ def _read(stage: Stage, task: Task, after: After, count: Callable[[Sequence[Any]
         seconds.append((time.perf_counter() - start) / n)
     stacked = mx.stack(logits, axis=1)
     mx.eval(stacked)
-    return Reading(stacked, counted, held, prompt_seconds, statistics.median(seconds))
+    return Reading(stacked, counted, held, prompt_seconds, statistics.median(seconds), peak)
 
 
 def having_read(stage: Stage, cache: list[Any], task: Task) -> list[Any]:

@@ -28,6 +28,7 @@ class Scores:
         held: As in `Reading`.
         prompt_seconds: As in `Reading`.
         token_seconds: As in `Reading`.
+        peak: As in `Reading`.
     """
 
     kl: list[list[float]]
@@ -38,6 +39,7 @@ class Scores:
     held: int
     prompt_seconds: float
     token_seconds: float
+    peak: int | None
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON types."""
@@ -72,7 +74,7 @@ def scores_of(task: Task, full: mx.array, reading: Reading) -> Scores:
             # The token at place p of a continuation is the one of index p - 1 that is predicted.
             known += [all(right[a - 1 - first : b - 1 - first]) for a, b in places]
     sizes = reading.counted, reading.held, reading.prompt_seconds, reading.token_seconds
-    return Scores(kl, changed, nll, known, *sizes)
+    return Scores(kl, changed, nll, known, *sizes, reading.peak)
 
 
 def _log_softmax(logits: mx.array) -> mx.array:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.board.cells import Cell, Found
 from benchmarks.board.rivals import FULL, OURS
-from benchmarks.board.tasks import HARD_NEEDLES, NEEDLES, TEXTS_TASK
+from benchmarks.board.tasks import HARD_NEEDLES, MEMORY, NEEDLES, TEXTS_TASK
 from mlx_h2o.evaluate.bootstrap import mean_interval
 from mlx_h2o.evaluate.measures.measure import part_of
 
@@ -34,6 +34,7 @@ class Summary:
         counted: Counted bytes of a text's cache.
         held: Held bytes.
         token_seconds: Seconds of a text's token.
+        peak: The greatest number of bytes that reading one prompt took; None if not measured.
     """
 
     rival: str
@@ -48,6 +49,7 @@ class Summary:
     counted: int
     held: int
     token_seconds: float
+    peak: int | None
 
     @property
     def beats_ours(self) -> bool:
@@ -106,6 +108,7 @@ def summed_up(
         own["counted"],
         own["held"],
         own["token_seconds"],
+        found.get(Cell(model, MEMORY, rival, share), {}).get("peak"),
     )
 
 

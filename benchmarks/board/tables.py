@@ -11,6 +11,7 @@ from benchmarks.board.summaries import Interval, Summary, facts_known, summed_up
 from benchmarks.board.tasks import (
     GROWING,
     HARD_NEEDLES,
+    MEMORY,
     NEEDLES,
     RULER,
     RULER_SHARE,
@@ -21,6 +22,7 @@ from mlx_h2o.evaluate.contenders import label
 
 #: Places of a divergence in nats.
 PLACES = 4
+MIB = 2**20
 COLUMNS = (
     "rival",
     "KL, nats (95 %)",
@@ -31,6 +33,7 @@ COLUMNS = (
     HARD_NEEDLES,
     "bytes counted",
     "held",
+    "peak, MiB",
     "ms a token",
 )
 NOTHING = "-"
@@ -46,6 +49,14 @@ def table(
     lines = ["| " + " | ".join(columns) + " |", rule]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([title, "", *lines, ""])
+
+
+def filled(
+    columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """The columns that have a figure in some row, and the rows with those alone."""
+    which = [i for i in range(len(rows[0])) if any(row[i] != NOTHING for row in rows)]
+    return [columns[i] for i in which], [[row[i] for i in which] for row in rows]
 
 
 def summaries(
@@ -85,6 +96,8 @@ def tables_of(
     """
     of_model = summaries(found, model, rivals, shares)
     samples = len(found.get(Cell(model, TEXTS_TASK, FULL, None), {}).get("kl", []))
+    peak = found.get(Cell(model, MEMORY, FULL, None), {}).get("peak")
+    most = f"; the full cache's peak is {peak / MIB:.1f} MiB" if peak is not None else ""
     grows = {rival.name for rival in rivals if rival.prompts_only}
     for share in (*shares, None):
         rows = [
@@ -94,13 +107,14 @@ def tables_of(
         ]
         if rows:
             given = f"{label(share)} of the bytes" if share else "every token, own bytes"
-            yield table(f"{model}, {given}, {samples} samples of texts", COLUMNS, rows, True)
+            title = f"{model}, {given}, {samples} samples of texts{most}"
+            yield table(title, *filled(COLUMNS, rows), True)
     for task, title in MORE_TEXTS.items():
         ranked = sorted(summaries(found, model, rivals, shares, task), key=lambda one: one.kl)
         for share in (*shares, None):
             if rows := [distance(one, one.rival in grows) for one in ranked if one.share == share]:
                 given = f"{label(share)} of the bytes" if share else "every token, own bytes"
-                yield table(f"{model}, {given}, {title}", COLUMNS[: len(rows[0])], rows, True)
+                yield table(f"{model}, {given}, {title}", *filled(COLUMNS, rows), True)
     yield from ruler_tables(found, model, rivals)
 
 
@@ -156,6 +170,7 @@ def cells_of(one: Summary, plain: int, element: int, grows: bool) -> list[str]:
         *facts,
         f"{one.counted / plain:.3f}",
         f"{one.held / plain * 2 / element:.3f}",
+        NOTHING if one.peak is None else f"{one.peak / MIB:.1f}",
         f"{1000 * one.token_seconds:.1f}",
     ]
 

@@ -18,6 +18,8 @@ from mlx_h2o.evaluate.stage import Stage
 #: Names of the tasks: the first two have answers.
 NEEDLES, HARD_NEEDLES = "needles", "hard needles"
 TEXTS_TASK, SPEAKERS, GROWING = "texts", "speakers", "growing"
+#: One sample of the texts, read by itself, so that the memory which that takes can be told.
+MEMORY = "memory"
 #: RULER's tasks are named so, with the kind behind it; they are measured with this part of the
 #: bytes, with which compressed prompts are compared elsewhere, too.
 RULER, RULER_SHARE = "RULER", 0.3
@@ -109,6 +111,11 @@ def texts(
         [row[prompt:] for row in rows],
         (continuation,) * len(rows),
     )
+
+
+def memory(stage: Stage, prompt: int, continuation: int) -> Task:
+    """The first of `texts`' samples alone; the arguments are those of `texts`."""
+    return replace(texts(stage, prompt, continuation, 1).row(0), name=MEMORY)
 
 
 def growing(stage: Stage, length: int, samples: int) -> Task:

@@ -126,6 +126,19 @@ def test_a_full_cache_is_no_distance_from_itself(
     )
 
 
+def test_the_peak_of_one_prompt_is_told(stage: Stage, task: tasks.Task, full: Reading) -> None:
+    assert full.peak is None  # several rows at once
+    alone = task.row(0)
+    whole = full_reading(stage, alone)
+    window = next(rival for rival in in_package() if "window" in rival.name)
+    small = window.read(stage, alone, 1 / 8)
+    assert whole.peak is not None
+    assert small.peak is not None
+    assert small.held < small.peak < whole.peak
+    # Half of the prompt is read at once, and all of it is held.
+    assert whole.held < whole.peak < 4 * whole.held
+
+
 def test_another_cache_is_some_distance_away(stage: Stage, task: tasks.Task, full: Reading) -> None:
     window = next(rival for rival in in_package() if "window" in rival.name)
     scores = scores_of(task, full.logits, window.read(stage, task, 1 / 16))
@@ -398,6 +411,12 @@ def test_kvpress_computes_with_the_same_weights(
     for rival in kvpress_rivals.rivals():
         counted = rival.read(stage, task, 0.25).counted
         assert 0.85 * 0.25 <= counted / plain(stage.model, P) <= 0.25, rival.name
+        # By itself the prompt is read anew, and nothing but the memory is another.
+        alone, both = (rival.read(stage, one, 0.25) for one in (task.row(0), task))
+        assert np.array_equal(alone.logits[0], both.logits[0])
+        assert both.peak is None
+        assert alone.peak is not None
+        assert alone.peak > alone.held
     kvpress_rivals.end_workers()
 
 
@@ -455,14 +474,20 @@ def test_where_we_lose_is_said() -> None:
     assert worse.over_ours == pytest.approx(0.4 / 3)
     assert worse.facts == {"needles": (2, 2)}
     assert not worse.beats_ours
+    for name, peak in ((FULL, 2 << 20), (OURS, 3 << 19)):
+        share = None if name == FULL else 0.25
+        found[Cell("m", "memory", name, share)] = {**cell_of(0.0), "peak": peak}
     (text,) = tables_of(found, "m", rivals, (0.25,), 100, 4)
     lines = text.splitlines()
-    assert lines[0] == "m, 1/4 of the bytes, 3 samples of texts"
+    given = "m, 1/4 of the bytes, 3 samples of texts"
+    assert lines[0] == f"{given}; the full cache's peak is 2.0 MiB"
+    assert "hard needles" not in lines[2]  # no rival was asked for one
     assert [line.split(" | ")[0].strip("| ") for line in lines[4:]] == [
         "better", f"**{OURS}**", "worse",
     ]  # fmt: skip
-    assert all(line.count("|") == len(COLUMNS) + 1 for line in lines[2:])
-    assert " 0.250 | 0.500 | 10.0 |" in lines[4]
+    assert all(line.count("|") == len(COLUMNS) for line in lines[2:])
+    assert " 0.250 | 0.500 | - | 10.0 |" in lines[4]
+    assert " 0.250 | 0.500 | 1.5 | 10.0 |" in lines[5]
 
 
 def test_caches_that_keep_every_token_are_measured_once() -> None:
@@ -483,7 +508,8 @@ def test_tasks_are_made_when_their_first_cell_comes(stage: Stage, tmp_path: Path
     """What a record holds is not made again, and RULER has a part of the bytes of its own."""
     sizes = Sizes(P, C, 1, 2, 2, (0.5, 0.25), ruler=1)
     named = [plan.name for plan in plans_of(stage, sizes)]
-    assert named[:5] == ["texts", "speakers", "needles", "hard needles", "RULER single 1"]
+    texts_and_facts = ["texts", "speakers", "needles", "memory", "hard needles"]
+    assert named[:6] == [*texts_and_facts, "RULER single 1"]
     assert [plan.name for plan in plans_of(stage, sizes, ["hard", "vt"])] == [
         "hard needles", "RULER vt",
     ]  # fmt: skip
@@ -550,6 +576,6 @@ def test_the_command_measures_draws_and_goes_on(
     assert capsys.readouterr().out == first
     # Out of time at once: nothing is measured, which is said.
     assert command.main([*options, "--minutes", "-1"]) == 0
-    assert "24 cells were not measured in the time given." in capsys.readouterr().out
+    assert "29 cells were not measured in the time given." in capsys.readouterr().out
     assert command.main([*options, "--resume", "--seed", "1"]) == 1
     assert "other settings" in capsys.readouterr().err
