@@ -273,6 +273,26 @@ def test_without_key_scaling_keys_stay_dense_and_values_are_packed(capsys):
     assert not make_prompt_cache(tiny_model("deepseek_v3"), **size)[0].packing.packs
 
 
+def test_groups_divide_the_width_of_the_models_rows():
+    """Phi-3's heads have 96 channels, StableLM's 80."""
+    for width, said, group in (
+        (32, {}, 32),
+        (64, {}, 64),
+        (96, {}, 32),
+        (128, {"group_size": 128}, 128),
+    ):
+        model = tiny_model("qwen3", head_dim=width)
+        cache = make_prompt_cache(model, 32, bits=4, **said)
+        assert cache[0].packing.group_size == group
+        prefill(model, cache, prompt_tokens(90), 30)
+    with pytest.raises(ValueError, match="keys of width 96 .* groups of 128: .* 32 does"):
+        make_prompt_cache(tiny_model("qwen3", head_dim=96), 32, bits=4, group_size=128)
+    with pytest.raises(ValueError, match="keys of width 80 .* none does, so give k_bits=16"):
+        make_prompt_cache(tiny_model("qwen3", head_dim=80), 32, bits=4)
+    with pytest.raises(ValueError, match="values of width 80 .* none does, so give v_bits=16"):
+        make_prompt_cache(tiny_model("qwen3", head_dim=80), 32, v_bits=4)
+
+
 def test_what_was_said_is_not_chosen(embedded):
     model, _ = embedded
     for said in ({"bits": 16}, {"bits": 8}, {"k_bits": 4}):

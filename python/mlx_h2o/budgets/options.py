@@ -92,7 +92,8 @@ class CacheOptions(PolicyOptions, total=False):
     v_bits: int | None
     """Bits of values alone, instead of `bits`."""
     group_size: int
-    """Packed elements that share a scale and a bias: 32, 64 or 128."""
+    """Packed elements that share a scale and a bias: 32, 64 or 128. Where 64 does not divide the
+    width of a model's keys and values, the default is one that does."""
     recent_bits: int | None
     """Bits of the newest tokens, where they differ from the others; 16 for dense rows."""
     undo: int

@@ -162,6 +162,7 @@ def planned(
     if settings.chooses_bits and attending:
         first = _narrow(shares, settings, attending)
         packing, choice = _chosen_packing(first, settings, policy, remembers, at_hand)
+    packing = packing.fitting([each.key for each in own], [each.value for each in own])
     frames = list(at_hand.given)
     if settings.frames is None and packing.k_bits is not None:
         frames = [at_hand.frame(i, cast(int, settings.context)) for i in range(len(shares))]

@@ -13,8 +13,8 @@ same perplexity within its error, docs/results/packing.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -336,8 +336,42 @@ class Packing:
         if isinstance(rows, PackedRows):
             packed = rows.with_bits(bits)
         else:
+            self._check(name, rows.shape[-1])
             packed = pack(rows, bits, self.group_size)
         return dict(zip(self.names(name), packed.arrays, strict=True))
+
+    def fitting(self, keys: Sequence[int], values: Sequence[int]) -> Packing:
+        """The same bits, in groups that divide the widths of all rows.
+
+        Args:
+            keys: Widths of keys.
+            values: Widths of values.
+
+        Raises:
+            ValueError: No group size divides the widths, or the one that was asked for does not.
+        """
+        widths = [
+            (name, width)
+            for name, of in (("keys", keys), ("values", values))
+            for width in of
+            if self.bits(name) is not None
+        ]
+        usual = self.group_size == DEFAULT_GROUP_SIZE
+        fits = group_size_for(*(width for _, width in widths)) if usual else None
+        if fits is not None:
+            return replace(self, group_size=fits)
+        for name, width in widths:
+            self._check(name, width)
+        return self
+
+    def _check(self, name: str, width: int) -> None:
+        if width % self.group_size:
+            fits = group_size_for(width)
+            dense = f"none does, so give {name[0]}_bits={UNPACKED}"
+            raise ValueError(
+                f"{name} of width {width} cannot be packed in groups of {self.group_size}: group_size "
+                f"must divide the width; {f'{fits} does' if fits else dense}."
+            )
 
     def rows(self, name: str, fields: dict[str, mx.array]) -> Rows:
         """A field's rows, from the arrays that a store keeps."""
