@@ -285,11 +285,11 @@ def test_groups_divide_the_width_of_the_models_rows():
         cache = make_prompt_cache(model, 32, bits=4, **said)
         assert cache[0].packing.group_size == group
         prefill(model, cache, prompt_tokens(90), 30)
-    with pytest.raises(ValueError, match="keys of width 96 .* groups of 128: .* 32 does"):
+    with pytest.raises(ValueError, match=r"keys of width 96 .* groups of 128: .* 32 does"):
         make_prompt_cache(tiny_model("qwen3", head_dim=96), 32, bits=4, group_size=128)
-    with pytest.raises(ValueError, match="keys of width 80 .* none does, so give k_bits=16"):
+    with pytest.raises(ValueError, match=r"keys of width 80 .* none does, so give k_bits=16"):
         make_prompt_cache(tiny_model("qwen3", head_dim=80), 32, bits=4)
-    with pytest.raises(ValueError, match="values of width 80 .* none does, so give v_bits=16"):
+    with pytest.raises(ValueError, match=r"values of width 80 .* none does, so give v_bits=16"):
         make_prompt_cache(tiny_model("qwen3", head_dim=80), 32, v_bits=4)
 
 

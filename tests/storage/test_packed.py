@@ -172,7 +172,7 @@ def test_a_width_that_groups_do_not_divide_is_refused():
     cache = H2OKVCache(32, bits=4)
     keys = mx.zeros((1, 2, 9, 32))
     cache.update_and_fetch(keys, keys)
-    with pytest.raises(ValueError, match="keys of width 32 .* groups of 64: .*; 32 does"):
+    with pytest.raises(ValueError, match=r"keys of width 32 .* groups of 64: .*; 32 does"):
         cache.attend(keys, keys, keys, scale=1.0, mask="causal")
 
 

@@ -369,8 +369,8 @@ class Packing:
             fits = group_size_for(width)
             dense = f"none does, so give {name[0]}_bits={UNPACKED}"
             raise ValueError(
-                f"{name} of width {width} cannot be packed in groups of {self.group_size}: group_size "
-                f"must divide the width; {f'{fits} does' if fits else dense}."
+                f"{name} of width {width} cannot be packed in groups of {self.group_size}: "
+                f"group_size must divide the width; {f'{fits} does' if fits else dense}."
             )
 
     def rows(self, name: str, fields: dict[str, mx.array]) -> Rows:
