@@ -213,6 +213,7 @@ def measured(
     protocol = protocol_of(model, sizes, CHUNK, args.seed)
     record = Record(folder / name, protocol, args.resume, KEPT / length / name)
     profile_at_load(stage.model)
+    mx.eval(stage.model.parameters())  # so that no reading's peak memory has them
     plans = plans_of(stage, sizes, args.tasks)
     with progress_bar(f"board, {model}", "cells") as told:
 
