@@ -73,6 +73,27 @@ public struct H2OSpill: Sendable, Equatable {
         keeps || rows == 0 || (returning?.contains(true) ?? true)
     }
 
+    /// Tokens whose rows are written together (`kBlockPositions` of the engine).
+    private static let together = 8
+    /// Bytes of an element of a query that is kept.
+    private static let querySize = 2
+
+    /// What a KV head of a layer that this takes holds in memory for the file: the rows of tokens that do
+    /// not fill a block yet, as they came; two blocks as they are stored, of which one is the writer's;
+    /// and, where rows come back, the last queries of its query heads.
+    ///
+    /// - Parameters:
+    ///   - widths: Of its rows.
+    ///   - queries: Query heads whose queries are kept, for each of the layer's KV heads.
+    func bytes(of widths: RowWidths, queries: Double) -> FileBytes {
+        let dense = widths.key * widths.keySize + widths.value * widths.valueSize
+        let last = Double(window * widths.key * Self.querySize) * queries
+        let asks = rows > 0 && queries > 0
+        return FileBytes(
+            constant: (Self.together - 1) * dense + (asks ? Int(last.rounded(.up)) : 0),
+            waiting: 2 * Self.together, returning: asks ? rows : 0)
+    }
+
     /// In the engine's terms.
     fileprivate var returns: mlx_h2o_returns {
         var returns = mlx_h2o_returns_default()
@@ -192,6 +213,21 @@ extension H2OConfiguration {
             layers[kind] = SpilledLayer(spill: file, layer: layer, returning: heads?[kind])
         }
         return layers
+    }
+
+    /// Layers with what they hold for the file, where there is to be one.
+    ///
+    /// - Parameters:
+    ///   - kinds: The model's plain caches.
+    ///   - heads: The KV heads of each to which rows come back; nil: to all.
+    func filed(_ kinds: [LayerKind], returningTo heads: [[Bool]]?) -> [LayerKind] {
+        guard let spill else { return kinds }
+        return kinds.indices.map { layer in
+            let kind = kinds[layer], asking = heads?[layer]
+            guard spill.takes(asking) else { return kind }
+            let part = asking.map { Double($0.filter(\.self).count) / Double(kind.heads) } ?? 1
+            return kind.filed(spill.bytes(of: kind.widths, queries: part * Double(kind.group)))
+        }
     }
 
     /// Make the folder of the file, where there is to be one.

@@ -142,6 +142,7 @@ extension H2OConfiguration {
         let unit = policy.options.unit
         let profile = try attends ? profile(of: model, kinds) : nil
         let shared = unit == .layer ? nil : profile
+        let kinds = attends ? filed(kinds, returningTo: profile?.retrievalHeads) : kinds
         let own = try sized(for: kinds, by: shared, policy: policy)
         return try own.settings(of: kinds, profile, policy, attends)
     }
@@ -225,15 +226,19 @@ extension H2OConfiguration {
     /// Slots per KV head of each layer, on average.
     private func means(of kinds: [LayerKind], _ policy: any H2OPolicy) throws -> [Int] {
         let remembers = remainder || policy.usesEvictedMean
-        return try kinds.map { kind in
-            switch budget {
-            case .tokens(let count): return count - kind.widths.remainderSlots(remembers)
-            case .bytes(let bytes): return try slots(of: kind, in: bytes / kinds.count, policy)
-            case .share(let part):
-                throw H2OError.configuration(
-                    "a share of \(part) is no number of slots before the model's own caches are "
-                        + "known: caches(for:) makes bytes of it.")
-            }
+        switch budget {
+        case .tokens(let count): return kinds.map { count - $0.widths.remainderSlots(remembers) }
+        case .bytes(let bytes):
+            let means = slots(of: kinds, in: bytes, policy)
+            guard let none = zip(kinds, means).first(where: { $1 < 1 })?.0 else { return means }
+            throw H2OError.configuration(
+                "\(bytes) bytes leave no slot for each of \(none.heads) KV heads of "
+                    + "\(none.widths.rowBytes) bytes a token in \(kinds.count) layers; make the budget "
+                    + "larger.")
+        case .share(let part):
+            throw H2OError.configuration(
+                "a share of \(part) is no number of slots before the model's own caches are "
+                    + "known: caches(for:) makes bytes of it.")
         }
     }
 

@@ -30,6 +30,8 @@ struct RowWidths: Equatable {
     var packing = H2OPacking.dense
     /// Whether keys have a frame.
     var isFramed = false
+    /// What a KV head holds for a file of its rows.
+    var file = FileBytes()
     /// Of a slot's position: those of a long conversation, but for what serves before it is long.
     private(set) var positionBytes = widePosition
 
@@ -61,35 +63,75 @@ struct RowWidths: Equatable {
         return (bytes + rowBytes - 1) / rowBytes
     }
 
-    /// Slots per head that fit into `bytes` of `heads` heads (batch included), everything counted.
+    /// Bytes of a slot with all that is kept beside it: position, value length, scores now and before.
+    func slotBytes(_ policy: any H2OPolicy, undo: Int) -> Int {
+        rowBytes + positionBytes + lengthBytes(policy)
+            + (policy.needsAttention ? 4 * (1 + undo) : 0)
+    }
+
+    private func lengthBytes(_ policy: any H2OPolicy) -> Int {
+        policy.keepsValueLengths(in: packing) ? 2 : 0
+    }
+
+    /// Bytes of a head with so many slots, everything counted.
     ///
     /// Each of `undo` steps is charged with the row that it overwrites, its slot, position and value
     /// length, the remainder and the victims before it, and all scores.
-    func slots(
-        bytes: Int, heads: Int, policy: any H2OPolicy, remembers: Bool, undo: Int = 0
-    ) throws -> Int {
+    func bytes(
+        ofSlots slots: Int, policy: any H2OPolicy, remembers: Bool, undo: Int = 0
+    ) -> Int {
         let remainder = remembers ? H2ORemainder.bytesPerHead(keyWidth: key, valueWidth: value) : 0
-        let length = policy.keepsValueLengths(in: packing) ? 2 : 0
+        let length = lengthBytes(policy)
         let perStep =
             rowBytes + length + (packing.recent == nil ? 0 : recentRowBytes + length) + 8
             + remainder + 4 * policy.options.evictEvery
         let frame = isFramed ? 2 * 4 * key : 0
-        let perHead =
-            bytes / heads - (remainder + frame + 4 * policy.options.evictEvery) - undo * perStep
-        let slot = rowBytes + positionBytes + length + (policy.needsAttention ? 4 * (1 + undo) : 0)
-        let most = min(max(perHead / slot, 0), Limits.mostTokens)
+        let beside =
+            remainder + frame + 4 * policy.options.evictEvery + undo * perStep
+            + file.bytes(ofSlots: slots, rowBytes: rowBytes)
         // A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
         // with a profile the window is as small as the smallest head's.)
         let extra = max(recentRowBytes - rowBytes, 0)
-        let tooMany = Limits.first(in: 0 ... most) {
-            $0 * slot + policy.recentSlots($0) * extra > perHead
+        return beside + slots * slotBytes(policy, undo: undo) + policy.recentSlots(slots) * extra
+    }
+
+    /// Slots per head that fit into `bytes` of `heads` heads (batch included), everything counted.
+    func slots(
+        bytes: Int, heads: Int, policy: any H2OPolicy, remembers: Bool, undo: Int = 0
+    ) throws -> Int {
+        let perHead = bytes / heads
+        let slots = mostSlots(in: perHead) {
+            self.bytes(ofSlots: $0, policy: policy, remembers: remembers, undo: undo)
         }
-        let slots = (tooMany ?? most + 1) - 1
         guard slots >= 1 else {
             throw H2OError.configuration(
                 "\(bytes) bytes leave no slot for each of \(heads) KV heads of \(rowBytes) bytes a "
                     + "token; make the budget larger.")
         }
         return slots
+    }
+}
+
+/// The most slots whose bytes, which grow with them, are within a limit; 0 where none are.
+func mostSlots(in limit: Int, bytes: (Int) -> Int) -> Int {
+    let most = min(max(limit, 0), Limits.mostTokens)
+    return max((Limits.first(in: 0 ... most) { bytes($0) > limit } ?? most + 1) - 1, 0)
+}
+
+/// What a KV head holds in memory for a file of its rows; nothing where there is none.
+struct FileBytes: Equatable {
+    /// Bytes of rows before they are packed, and of the last queries.
+    var constant = 0
+    /// Rows as they are stored that wait for the file.
+    var waiting = 0
+    /// Rows that come back at once, at most.
+    var returning = 0
+
+    /// Of a row that came back: its position, and by how much its score was raised.
+    private static let leaseBytes = 8
+
+    /// Bytes of a head with so many slots, of rows as wide as these.
+    func bytes(ofSlots slots: Int, rowBytes: Int) -> Int {
+        constant + waiting * rowBytes + min(returning, slots) * Self.leaseBytes
     }
 }

@@ -60,11 +60,7 @@ extension H2OConfiguration {
                 try H2OPacking(keyBits: $0, valueBits: $0, groupSize: groupSize)
             }
             let stored = kinds.map { $0.stored(packing ?? .dense, isFramed: bits != nil) }
-            // No slot at all is too few, and no error here.
-            let mean =
-                stored.map {
-                    (try? slots(of: $0, in: bytes / kinds.count, policy)) ?? 0
-                }.min() ?? 0
+            let mean = slots(of: stored, in: bytes, policy).min() ?? 0
             guard mean >= least,
                 let loss = try profile.loss(
                     mean: mean, least: least, bits: bits, context: context)
@@ -76,10 +72,26 @@ extension H2OConfiguration {
         return near.max { ($0.slots, -$0.loss) < ($1.slots, -$1.loss) }?.packing ?? .dense
     }
 
-    /// Slots per KV head of a layer that fit into bytes of its own.
-    func slots(of kind: LayerKind, in bytes: Int, _ policy: any H2OPolicy) throws -> Int {
-        try kind.widths.slots(
-            bytes: bytes, heads: kind.heads, policy: policy,
-            remembers: remainder || policy.usesEvictedMean, undo: undo)
+    /// Slots per KV head of each layer that fit into a model's bytes; 0 where none do.
+    ///
+    /// Each layer has an equal part of the bytes. Layers that differ only in what they hold for a file
+    /// have as many slots each instead: a profile then shares out the slots of all layers together.
+    func slots(of kinds: [LayerKind], in bytes: Int, _ policy: any H2OPolicy) -> [Int] {
+        let remembers = remainder || policy.usesEvictedMean
+        func fitting(_ kinds: [LayerKind], _ bytes: Int) -> Int {
+            mostSlots(in: bytes) { slots in
+                kinds.reduce(0) {
+                    $0 + $1.heads
+                        * $1.widths.bytes(
+                            ofSlots: slots, policy: policy, remembers: remembers, undo: undo)
+                }
+            }
+        }
+        let alike = Set(
+            kinds.map {
+                [$0.heads, $0.widths.slotBytes(policy, undo: undo), $0.widths.recentRowBytes]
+            })
+        guard alike.count > 1 else { return kinds.map { _ in fitting(kinds, bytes) } }
+        return kinds.map { fitting([$0], bytes / kinds.count) }
     }
 }

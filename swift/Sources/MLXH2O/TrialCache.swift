@@ -5,6 +5,8 @@ import MLXLMCommon
 struct LayerKind: Sendable {
     /// Hk.
     let heads: Int
+    /// Query heads of a KV head.
+    let group: Int
     private(set) var widths: RowWidths
     /// Whether the model asked the cache to attend.
     let attends: Bool
@@ -13,6 +15,13 @@ struct LayerKind: Sendable {
     func stored(_ packing: H2OPacking, isFramed: Bool) -> LayerKind {
         var kind = self
         (kind.widths.packing, kind.widths.isFramed) = (packing, isFramed)
+        return kind
+    }
+
+    /// The same with a file of its rows.
+    func filed(_ file: FileBytes) -> LayerKind {
+        var kind = self
+        kind.widths.file = file
         return kind
     }
 
@@ -67,18 +76,18 @@ final class TrialCache: H2OAttendingKVCache {
     func trim(_ n: Int) -> Int { 0 }
     func copy() -> any KVCache { TrialCache(maxSize: maxSize) }
 
-    private func note(_ keys: MLXArray, _ values: MLXArray, attends: Bool) {
+    private func note(_ keys: MLXArray, _ values: MLXArray, queries: MLXArray?) {
         rows = [keys, values]
         kind = LayerKind(
-            heads: keys.dim(1),
+            heads: keys.dim(1), group: queries.map { $0.dim(1) / keys.dim(1) } ?? 1,
             widths: RowWidths(
                 key: keys.dim(3), value: values.dim(3), keySize: keys.dtype.size,
                 valueSize: values.dtype.size),
-            attends: attends)
+            attends: queries != nil)
     }
 
     func update(keys: MLXArray, values: MLXArray) -> (MLXArray, MLXArray) {
-        note(keys, values, attends: false)
+        note(keys, values, queries: nil)
         return (keys, values)
     }
 
@@ -86,7 +95,7 @@ final class TrialCache: H2OAttendingKVCache {
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
         mask: MLXFast.ScaledDotProductAttentionMaskMode, sinks: MLXArray?
     ) -> MLXArray {
-        note(keys, values, attends: true)
+        note(keys, values, queries: queries)
         return MLXFast.scaledDotProductAttention(
             queries: queries, keys: keys, values: values, scale: scale, mask: mask,
             sinks: sinks?.asType(queries.dtype))

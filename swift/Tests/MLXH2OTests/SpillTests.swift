@@ -109,6 +109,46 @@ import Testing
         }
     }
 
+    /// Rows that wait, queries and leases are paid for with slots.
+    @Test func aSizeInBytesHoldsTheFileToo() throws {
+        let model = try model()
+        let profile = try H2OProfile(
+            contentsOf: GoldenReplay.embeddedModel.appendingPathComponent(H2OProfile.fileName))
+        // By the profile rows are packed, and rows come back to one layer.
+        let ways: [(H2OConfiguration.HeadBudgets, Bool, Int)] = [
+            (.uniform, false, 150_000), (.uniform, true, 150_000),
+            (.profile(profile), false, 60_000), (.profile(profile), true, 60_000),
+        ]
+        for (shares, keeps, bytes) in ways {
+            let folder = folder()
+            defer { try? FileManager.default.removeItem(at: folder) }
+            var spill = try often(folder)
+            spill.keeps = keeps
+            var configuration = try H2OConfiguration(
+                budget: .bytes(bytes), headBudgets: shares, spill: spill)
+            let caches = try configuration.caches(for: model).map { $0 as! H2OKVCache }
+            var most = 0
+            for tokens in [400, 400] + ones(80) {
+                let prompt = MLXArray((0 ..< tokens).map { Int32(($0 * $0 * 31 + most) % 199 + 3) })
+                eval(model(prompt[.newAxis], cache: caches))
+                most = max(most, caches.reduce(0) { $0 + $1.nbytes })
+            }
+            #expect(caches.contains { $0.rowsReturned > 0 })
+            #expect(caches.allSatisfy { $0.spillFailure == nil })
+            #expect(most <= bytes, "\(shares) \(keeps)")
+            // Rows wait for the disk in fewer bytes than there is room for.
+            #expect(Double(most) >= 0.6 * Double(bytes), "\(shares) \(keeps)")
+            configuration.spill = nil
+            let without = try configuration.caches(for: model).map { $0 as! H2OKVCache }
+            eval(model(MLXArray([1, 2, 3] as [Int32])[.newAxis], cache: without))
+            #expect(Self.slots(caches) < Self.slots(without))
+        }
+    }
+
+    private static func slots(_ caches: [H2OKVCache]) -> Int {
+        caches.flatMap { $0.budgets ?? [] }.reduce(0, +)
+    }
+
     @Test func whatCannotBeIsRefused() throws {
         for wrong in [
             { try H2OSpill(every: 0) }, { try H2OSpill(window: 0) }, { try H2OSpill(pages: 0) },
