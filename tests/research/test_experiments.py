@@ -22,6 +22,10 @@ PAIR = ("--tokens", "96", "--samples", "2")
 #: Of each experiment its arguments, and what its last line begins with. "OUT" is a file's place.
 RUNS = {
     "compare_profiles": ((PROFILE, PROFILE, "--means", "64"), f"| {PROFILE} |"),
+    "digests": (
+        (TEXT, *MODEL, *PAIR, "--parts", "4", "--counts", "3", "--joins", "by age", "nearest"),
+        "| 3 digests, nearest, variances: own |",
+    ),
     "distilling": (
         (TEXT, *MODEL, *PAIR, "--parts", "4", "--steps", "2"),
         f"| {EMBEDDED_MODEL} | 1/4 | 2 |",
