@@ -14,45 +14,37 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import mlx_h2o
 from mlx_h2o import Returns, Spill, make_prompt_cache
 from mlx_h2o._utils.blas import use_openblas
-from mlx_h2o.evaluate.recall import FORMS, RecallTask
-from research.returning import facts_known, planted
+from mlx_h2o.evaluate.recall import FORMS
+from research.returning import Asked, answers_known, planted
 
 ROLLING: dict[str, Any] = {"positions": "rolling", "remainder": False}
 #: More pages than any conversation here has.
 EVERY_PAGE = Returns(pages=4096)
 
 
-def lengthened(task: RecallTask, prose: list[int], tokens: int) -> RecallTask:
+def lengthened(prompts: Sequence[Asked], prose: list[int], tokens: int) -> list[Asked]:
     """The same prompts with prose before their questions, so that each has so many tokens.
 
     Args:
-        task: Prompts with their facts.
+        prompts: Prompts with their facts, of one length.
         prose: Tokens of prose, each prompt's from another place.
         tokens: T of the new prompts.
     """
-    rows = task.prompts.tolist()
-    more, longer = tokens - len(rows[0]), []
-    for i, row in enumerate(rows):
-        first = i * (len(prose) - more) // len(rows)
-        asked = task.questions[i]
-        longer.append(row[:asked] + prose[first : first + more] + row[asked:])
-    return replace(
-        task,
-        prompts=mx.array(longer),
-        questions=tuple(asked + more for asked in task.questions),
-        distances=tuple(distance + more for distance in task.distances),
-    )
+    more, longer = tokens - len(prompts[0].text) - len(prompts[0].question), []
+    for i, asked in enumerate(prompts):
+        first = i * (len(prose) - more) // len(prompts)
+        longer.append(replace(asked, text=asked.text + prose[first : first + more]))
+    return longer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,11 +85,11 @@ def main() -> None:
             "rolling, all pages": ours(Spill(Path(folder), returns=EVERY_PAGE), **ROLLING),
         }
         for tokens in [args.within, *args.tokens]:
-            task = lengthened(short, prose, tokens)
+            prompts = lengthened(short, prose, tokens)
             for name, make in caches.items():
                 if args.only and name not in args.only:
                     continue
-                found = facts_known(model, task, make, name)
+                found = answers_known(model, prompts, make, name)
                 known = f"{sum(found.scores):.0f} of {len(found.scores)}"
                 print(f"| {tokens:,} | {name} | {known} | {found.rows_read:.1f} |", flush=True)
 

@@ -1,13 +1,16 @@
 """What evicted rows that come back from a file are worth, at equal bytes of memory.
 
-    python -m research.returning TEXT [--model MODEL] [--tokens 1024] [--parts 8 16 32] [--prose]
+    python -m research.returning TEXT [--model MODEL] [--tokens 1024] [--parts 8 16 32]
+                                 [--ruler | --prose]
 
 Facts: one is planted in each prompt, at a random place of the text, or with --within among its
 first tokens. The prompt is read as a chat would read it: the text in chunks, the question as a
 chunk of its own but for its last token. A fact is known if each token of the answer is the
 likeliest. With --resumed there is one more cache, whose file is kept: before the question it is
-dropped, and the conversation resumed from the file. With --prose, perplexity: all samples, also of
-further texts (--also), are read side by side, token by token, and scored from a quarter on.
+dropped, and the conversation resumed from the file. With --ruler the prompts are those of RULER's
+tasks that the full cache can do (`benchmarks.board.ruler`), read in the same way; answers that the
+full cache does not give are left out. With --prose, perplexity: all samples, also of further texts
+(--also), are read side by side, token by token, and scored from a quarter on.
 
 All caches of a part have the same bytes of memory, those that wait for the file and the last
 queries included, and hold one conversation each. mlx-lm's packed cache has its own bytes.
@@ -23,20 +26,21 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import mlx_h2o
+from benchmarks.board import ruler
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.evaluate.arms import OURS, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.evaluate.recall import FORMS, RecallTask, is_known, recall_task
+from mlx_h2o.evaluate.recall import FORMS, is_known, recall_task
 from research.real_model import loaded, lost, stepwise
 
 #: Tokens of a prompt that are read at once.
@@ -49,11 +53,26 @@ PACKED_CACHE = next(name for name, bits in PACKED.items() if bits == 4)
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A prompt, its question, and its answers.
+
+    Attributes:
+        text: Token ids, read in chunks.
+        question: Token ids, read as a chunk of their own but for the last.
+        said: What follows, piece by piece: token ids, and whether they are an answer.
+    """
+
+    text: list[int]
+    question: list[int]
+    said: list[tuple[list[int], bool]]
+
+
+@dataclass(frozen=True)
 class Found:
     """The result of one cache.
 
     Attributes:
-        scores: For each prompt whether the fact was known, or for each sample nats per token.
+        scores: For each answer whether it was known, or for each sample nats per token.
         nbytes: Bytes held at the end, on average, counted as in a 16-bit model.
         rows_read: Rows read from the file for each token.
     """
@@ -101,7 +120,7 @@ def resumed(cache: Sequence[Any]) -> list[Any]:
 
 def planted(
     tokenizer: Any, text: str, args: argparse.Namespace, tokens: int, within: int | None = None
-) -> RecallTask:
+) -> list[Asked]:
     """Prompts with one planted fact each.
 
     Args:
@@ -111,7 +130,7 @@ def planted(
         tokens: T of each prompt.
         within: Tokens among which the fact is planted; None: anywhere.
     """
-    return recall_task(
+    task = recall_task(
         tokenizer,
         text,
         prompts=args.prompts,
@@ -121,42 +140,88 @@ def planted(
         seed=args.seed,
         within=within,
     )
+    rows = cast(list[list[int]], task.prompts.tolist())
+    return [
+        Asked(row[:at], row[at:], [(list(answer), True)])
+        for row, at, answer in zip(rows, task.questions, task.answers, strict=True)
+    ]
 
 
-def facts_known(
-    model: nn.Module, task: RecallTask, make: Callable[[], list[Any]], named: str
+def ruler_prompts(tokenizer: Any, args: argparse.Namespace) -> list[Asked]:
+    """One prompt of each of RULER's tasks.
+
+    Args:
+        tokenizer: The model's.
+        args: The arguments `tokens` and `seed`.
+    """
+
+    def encode(piece: str) -> list[int]:
+        return list(tokenizer.encode(piece, add_special_tokens=False))
+
+    bos = tokenizer.bos_token_id
+    begins = [] if bos is None else [bos]
+    made = [ruler.samples(kind, args.tokens, 1, args.seed, encode)[0] for kind in ruler.KINDS]
+    return [
+        Asked(
+            [*begins, *encode(one.text)],
+            encode(one.question),
+            [(encode(piece), right) for piece, right in one.said],
+        )
+        for one in made
+    ]
+
+
+def answers_known(
+    model: nn.Module, prompts: Sequence[Asked], make: Callable[[], list[Any]], named: str
 ) -> Found:
-    """Read every prompt through a cache of its own, and see whether its fact is known."""
+    """Read every prompt through a cache of its own, and see which of its answers are known."""
     known, held, rows = list[float](), [], 0.0
-    for i, row in enumerate(task.prompts.tolist()):
-        cache, asked = make(), task.questions[i]
+    for i, asked in enumerate(prompts):
+        cache, end = make(), len(asked.text)
 
         def read(tokens: Sequence[int], cache: list[Any]) -> mx.array:
             logits = model(mx.array([tokens]), cache=cache)[:, -1]
             mx.eval(logits)
             return logits
 
-        def read_all(start: int, cache: list[Any], row: list[int] = row, end: int = asked) -> None:
-            for first in range(start, end, CHUNK):
+        def read_all(start: int, cache: list[Any], row: list[int] = asked.text) -> None:
+            for first in range(start, len(row), CHUNK):
                 # The logits of the text are not read, and a small model's are a fifth of the work.
-                mx.eval(model.model(mx.array([row[first : min(first + CHUNK, end)]]), cache=cache))
+                mx.eval(model.model(mx.array([row[first : first + CHUNK]]), cache=cache))
 
         read_all(0, cache)
         if named.startswith(RESUMED):
             cache = resumed(cache)
             read_all(cache[0].offset, cache)
-        read(row[asked:-1], cache)
-        logits, right = read(row[-1:], cache), True
-        for token in task.answers[i]:
-            right &= bool(is_known(logits, mx.array([token]), 0).item())
-            logits = read([token], cache)
-        known.append(float(right))
+        read(asked.question[:-1], cache)
+        logits = read(asked.question[-1:], cache)
+        for piece, is_answer in asked.said:
+            right = True
+            for token in piece:
+                right &= bool(is_known(logits, mx.array([token]), 0).item())
+                logits = read([token], cache)
+            known += [float(right)] if is_answer else []
         held.append(bytes_in_16_bits(cache))
-        rows += rows_read(cache) / len(row)
+        rows += rows_read(cache) / (end + len(asked.question))
         if named.startswith(RESUMED):
             remove_file(cache)
-        print(f"{named}: {i + 1} of {len(task.answers)} prompts", file=sys.stderr, flush=True)
-    return Found(known, statistics.fmean(held), rows / len(known))
+        print(f"{named}: {i + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
+    return Found(known, statistics.fmean(held), rows / len(prompts))
+
+
+def those_known(prompts: Sequence[Asked], known: Sequence[float]) -> list[Asked]:
+    """The prompts with some answer that is known, of which the others are asked for no more.
+
+    Args:
+        prompts: The prompts.
+        known: For each answer of all prompts whether it is known.
+    """
+    each, kept = iter(known), []
+    for asked in prompts:
+        said = [(piece, bool(is_answer and next(each))) for piece, is_answer in asked.said]
+        if any(right for _, right in said):
+            kept.append(replace(asked, said=said))
+    return kept
 
 
 def remove_file(cache: Sequence[Any]) -> None:
@@ -216,6 +281,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--within", type=int, help="tokens among which the fact is planted")
     made.add_argument("--resumed", action="store_true", help="ask after a restart, too")
     made.add_argument("--seed", type=int, default=3)
+    made.add_argument("--ruler", action="store_true", help="RULER's tasks instead of facts")
     made.add_argument("--prose", action="store_true", help="perplexity instead of facts")
     made.add_argument("--only", nargs="+", help="caches, by name")
     return made
@@ -229,19 +295,25 @@ def main() -> None:
     if args.prose:
         tokens = [tokenizer.encode(path.read_text()) for path in (args.text, *args.also)]
         samples = mx.concatenate([samples_of(t, args.samples, args.tokens, None) for t in tokens])
+    elif args.ruler:
+        prompts = ruler_prompts(tokenizer, args)
     else:
-        task = planted(tokenizer, text, args, args.tokens, args.within)
+        prompts = planted(tokenizer, text, args, args.tokens, args.within)
 
     def measured(make: Callable[[], list[Any]], named: str) -> Found:
         if args.prose:
             return prose_read(model, samples, make, named)
-        return facts_known(model, task, make, named)
+        return answers_known(model, prompts, make, named)
 
-    measure = "perplexity | loss" if args.prose else "facts"
+    measure = "perplexity | loss" if args.prose else "answers" if args.ruler else "facts"
     print(f"| memory | cache | KV bytes | {measure} | rows read a token |")
     print(f"|---|---|---:|{'---:|' * (2 + args.prose)}", flush=True)
     full = measured(lambda: stock_cache(model), "full cache")
     line("all", "full cache", full, full, args.prose)
+    if args.ruler:
+        prompts = those_known(prompts, full.scores)
+        if not prompts:
+            sys.exit("The full cache gives none of RULER's answers.")
     if args.only is None or PACKED_CACHE in args.only:
         packed = measured(lambda: Arm(PACKED_CACHE).make(model, args.tokens), PACKED_CACHE)
         line("its own", PACKED_CACHE, packed, full, args.prose)
