@@ -180,7 +180,9 @@ def run(args: argparse.Namespace) -> None:
         if behind
         else "Nowhere in this run.\n"
     )
-    print(table("Rivals and their settings", ("rival", "settings", "source"), settings_of(rivals)))
+    ran = {cell.rival for cell in found}
+    told = settings_of([rival for rival in rivals if rival.name in ran])
+    print(table("Rivals and their settings", ("rival", "settings", "source"), told))
     if failed := failures(found, args.model):
         print(table("What did not run", ("rival", "model", "where", "why"), failed))
     if at := commits(found):

@@ -202,7 +202,7 @@ def lost(
 ) -> list[list[str]]:
     """Rows that say where a rival is better than our default with the same bytes."""
     rows = []
-    for task in (TEXTS_TASK, SPEAKERS):
+    for task in (TEXTS_TASK, *MORE_TEXTS):
         of_model = summaries(found, model, rivals, shares, task)
         ours = {one.share: one for one in of_model if one.rival == OURS}
         for one in of_model:

@@ -470,6 +470,12 @@ def test_where_we_lose_is_said() -> None:
         ["better", "m", "1/4", "KL, nats", "0.1333", "0.2667", "yes"],
         ["worse", "m", "1/4", "needles", "2/2", "1/2", "-"],
     ]
+    for task in ("speakers", "growing"):
+        plays = {Cell("m", task, FULL, None): cell_of(0.0)}
+        plays |= {Cell("m", task, name, 0.25): cell_of(kl) for name, kl in kls.items()}
+        assert lost(plays, "m", rivals, (0.25,)) == [
+            ["better", "m", "1/4", f"KL of {task}, nats", "0.1333", "0.2667", "yes"],
+        ]  # fmt: skip
     worse = summed_up(found, "m", "worse", 0.25)
     assert worse.over_ours == pytest.approx(0.4 / 3)
     assert worse.facts == {"needles": (2, 2)}
