@@ -17,6 +17,7 @@ from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.stage import Stage, read, step, untold
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.model_caches.make import plain_bytes
+from mlx_h2o.storage import reserved_range
 
 
 @dataclass
@@ -93,14 +94,16 @@ def reading_of(
 def _read(stage: Stage, task: Task, after: After, count: Callable[[Sequence[Any]], int]) -> Reading:
     n = len(task.prompts)
     give_back()
-    before = mx.get_active_memory()
+    before, in_ranges = mx.get_active_memory(), reserved_range.bytes_held()
     mx.reset_peak_memory()
     start = time.perf_counter()
     cache = after(stage, task)
-    peak = mx.get_peak_memory() - before if n == 1 else None
+    # MLX does not count slots that lie in reserved memory.
+    in_ranges = reserved_range.bytes_held() - in_ranges
+    peak = mx.get_peak_memory() - before + in_ranges if n == 1 else None
     prompt_seconds = (time.perf_counter() - start) / n
     give_back()
-    held = (mx.get_active_memory() - before) // n
+    held = (mx.get_active_memory() - before + in_ranges) // n
     counted = count(cache) // n
     tokens = mx.array(task.continuations)
     logits, seconds = [], []

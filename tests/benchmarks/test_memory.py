@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from benchmarks import memory
-from benchmarks.memory import ARMS, LOOSE, MIB, Held, Scale, batch, conversation, parser
+from benchmarks.memory import ARMS, batch, conversation
+from benchmarks.weighing import LOOSE, MIB, Held, Scale, parser
 
 ARGS = parser().parse_args(["--tokens", "320", "--slots", "128", "--chunk", "64"])
 

@@ -223,25 +223,6 @@ extension H2OConfiguration {
         return sizes
     }
 
-    /// Slots per KV head of each layer, on average.
-    private func means(of kinds: [LayerKind], _ policy: any H2OPolicy) throws -> [Int] {
-        let remembers = remainder || policy.usesEvictedMean
-        switch budget {
-        case .tokens(let count): return kinds.map { count - $0.widths.remainderSlots(remembers) }
-        case .bytes(let bytes):
-            let means = slots(of: kinds, in: bytes, policy)
-            guard let none = zip(kinds, means).first(where: { $1 < 1 })?.0 else { return means }
-            throw H2OError.configuration(
-                "\(bytes) bytes leave no slot for each of \(none.heads) KV heads of "
-                    + "\(none.widths.rowBytes) bytes a token in \(kinds.count) layers; make the budget "
-                    + "larger.")
-        case .share(let part):
-            throw H2OError.configuration(
-                "a share of \(part) is no number of slots before the model's own caches are "
-                    + "known: caches(for:) makes bytes of it.")
-        }
-    }
-
     func profile(of model: any LanguageModel, _ kinds: [LayerKind]) throws -> H2OProfile? {
         let candidates: [H2OProfile]
         switch headBudgets {
