@@ -218,7 +218,8 @@ def _add_packing_options(group: argparse._ArgumentGroup) -> None:
         type=int,
         choices=GROUP_SIZES,
         metavar="N",
-        help=f"with bits: elements that share a scale (default: {DEFAULT_GROUP_SIZE})",
+        help=f"with bits: elements that share a scale (default: {DEFAULT_GROUP_SIZE}, or another "
+        "where that does not divide the width of a head)",
     )
 
 
