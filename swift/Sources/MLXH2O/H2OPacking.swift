@@ -17,13 +17,17 @@ public struct H2OPacking: Sendable, Equatable {
     /// precision.
     static let narrowestRow = 2 * (32 * 2 / 8 + 4)
 
+    private static let groupSizes = [32, 64, 128], usualGroupSize = 64
+
     /// Rows as they come.
     public static let dense = H2OPacking()
 
     private init() {
-        (keyBits, valueBits, groupSize, recentBits) = (nil, nil, 64, nil)
+        (keyBits, valueBits, groupSize, recentBits) = (nil, nil, Self.usualGroupSize, nil)
     }
 
+    /// Of a model with other widths, caches have another group size where 64 does not divide them.
+    ///
     /// - Throws: ``H2OError/configuration(_:)`` for bits or group sizes that MLX does not know.
     public init(
         keyBits: Int? = nil, valueBits: Int? = nil, groupSize: Int = 64, recentBits: Int? = nil
@@ -34,7 +38,7 @@ public struct H2OPacking: Sendable, Equatable {
                     "\(name) must be one of 2, 3, 4, 5, 6, 8, or nil; got \(bits).")
             }
         }
-        guard [32, 64, 128].contains(groupSize) else {
+        guard Self.groupSizes.contains(groupSize) else {
             throw H2OError.configuration(
                 "groupSize must be one of 32, 64, 128; got \(groupSize).")
         }
@@ -48,6 +52,22 @@ public struct H2OPacking: Sendable, Equatable {
                 "recentBits needs keyBits or valueBits for the other tokens.")
         }
         self.init(keyBits, valueBits, groupSize, recentBits)
+    }
+
+    /// Whether its groups divide the widths of rows.
+    func fits(_ rows: [RowWidths]) -> Bool {
+        rows.allSatisfy {
+            (keyBits == nil || $0.key.isMultiple(of: groupSize))
+                && (valueBits == nil || $0.value.isMultiple(of: groupSize))
+        }
+    }
+
+    /// The same bits in groups that divide the widths of rows, where the usual ones do not; nil where
+    /// these do, where no others do, or where others were asked for.
+    func fitting(_ rows: [RowWidths]) -> H2OPacking? {
+        guard groupSize == Self.usualGroupSize, !fits(rows) else { return nil }
+        return Self.groupSizes.lazy.map { H2OPacking(keyBits, valueBits, $0, recentBits) }
+            .first { $0.fits(rows) }
     }
 
     private init(_ keyBits: Int?, _ valueBits: Int?, _ groupSize: Int, _ recentBits: Int?) {

@@ -54,10 +54,9 @@ extension H2OConfiguration {
             throw H2OError.configuration(
                 "\(name) attends by itself and cannot read packed keys and values.")
         }
-        guard packingFits(bounded) else {
-            throw H2OError.configuration(
-                "groupSize \(packing?.groupSize ?? 0) divides not all widths of \(name)'s keys and "
-                    + "values.")
+        let grouped = try grouped(for: bounded, in: name)
+        guard grouped.packing == packing else {
+            return try grouped.caches(for: model, plain: plain, trial: trial, notices)
         }
         if !attends && remainder && trial.mayShareMasks {
             // The mask that weighs plain rows fits a bounded cache's rows only.
@@ -88,13 +87,22 @@ extension H2OConfiguration {
         return replacingMembers(of: plain, with: bound).noticed()
     }
 
+    /// The same with groups of packed rows that divide the widths of a model's rows.
+    private func grouped(for kinds: [LayerKind], in name: String) throws -> H2OConfiguration {
+        guard let packing, !packingFits(kinds) else { return self }
+        guard let fitting = packing.fitting(kinds.map(\.widths)) else {
+            throw H2OError.configuration(
+                "groupSize \(packing.groupSize) does not divide the widths of all keys and values of "
+                    + "\(name): give one that does, or leave them unpacked.")
+        }
+        var own = self
+        own.packing = fitting
+        return own
+    }
+
     /// Whether rows of these widths can be packed as this asks for.
     func packingFits(_ kinds: [LayerKind]) -> Bool {
-        guard let packing else { return true }
-        return kinds.map(\.widths).allSatisfy {
-            (packing.keyBits == nil || $0.key % packing.groupSize == 0)
-                && (packing.valueBits == nil || $0.value % packing.groupSize == 0)
-        }
+        packing?.fits(kinds.map(\.widths)) ?? true
     }
 
     /// What this asks for and a model's caches do without.

@@ -77,9 +77,13 @@ import Testing
         let other = try profile()
         #expect(try subjects(made { $0.headBudgets = .profile(other) }) == [.headBudgets])
         #expect(try subjects(made({ _ in }, maxKVSize: 4)) == [.budget])
-        let wide = try made { $0.packing = try H2OPacking(keyBits: 8, groupSize: 64) }
+        let wide = try made { $0.packing = try H2OPacking(keyBits: 8, groupSize: 128) }
         #expect(subjects(wide) == [.packing])
         #expect(wide.allSatisfy { ($0 as? H2OKVCache)?.packing.packs == false })
+        // The usual groups give way to those that fit.
+        let usual = try made { $0.packing = try H2OPacking(keyBits: 8) }
+        #expect(subjects(usual) == [])
+        #expect(usual.allSatisfy { ($0 as? H2OKVCache)?.packing.groupSize == 32 })
         // No bound at all: each layer says so.
         #expect(try subjects(made { $0.frames = .layers([]) }) == [.layer, .layer, .layer])
     }
@@ -87,7 +91,7 @@ import Testing
     /// Before the first token, and not with it.
     @Test func widthsThatCannotBePackedAreAnError() throws {
         let configuration = try H2OConfiguration(
-            budget: .tokens(40), packing: H2OPacking(keyBits: 8, groupSize: 64))
+            budget: .tokens(40), packing: H2OPacking(keyBits: 8, groupSize: 128))
         #expect(throws: H2OError.self) { try configuration.caches(for: ModelTests.own()) }
     }
 }

@@ -30,6 +30,22 @@ import Testing
         }
     }
 
+    /// Phi-3's heads have 96 channels, StableLM's 80.
+    @Test func groupsDivideTheWidthsOfAModelsRows() throws {
+        func rows(_ key: Int, _ value: Int) -> [RowWidths] {
+            [RowWidths(key: key, value: value, keySize: 2, valueSize: 2)]
+        }
+        let four = try H2OPacking(keyBits: 4, valueBits: 4)
+        #expect(four.fitting(rows(64, 128)) == nil)
+        #expect(four.fitting(rows(96, 96))?.groupSize == 32)
+        #expect(four.fitting(rows(96, 96))?.keyBits == 4)
+        #expect(four.fitting(rows(80, 80)) == nil && !four.fits(rows(80, 80)))
+        let values = try H2OPacking(valueBits: 4)
+        #expect(values.fitting(rows(80, 64)) == nil && values.fits(rows(80, 64)))
+        let asked = try H2OPacking(keyBits: 4, valueBits: 4, groupSize: 128)
+        #expect(asked.fitting(rows(96, 96)) == nil && !asked.fits(rows(96, 96)))
+    }
+
     @Test func bothEdgesAreExact() throws {
         let rows = rows(.float32)
         for bits in Self.bits {
