@@ -115,7 +115,27 @@ def tables_of(
             if rows := [distance(one, one.rival in grows) for one in ranked if one.share == share]:
                 given = f"{label(share)} of the bytes" if share else "every token, own bytes"
                 yield table(f"{model}, {given}, {title}", *filled(COLUMNS, rows), True)
+    if not of_model:
+        yield from facts_tables(found, model, rivals, shares)
     yield from ruler_tables(found, model, rivals)
+
+
+def facts_tables(
+    found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival], shares: Sequence[float]
+) -> Iterator[str]:
+    """Needles alone, of a run that read no texts."""
+    tasks = NEEDLES, HARD_NEEDLES
+    for share in (*shares, None):
+        ranked = []
+        for rival in rivals:
+            each = [facts_known(found, model, task, rival.name, share) for task in tasks]
+            if rival.keeps_all == (share is None) and any(each):
+                name = f"{rival.name} †" if rival.prompts_only else _bold(rival.name)
+                ranked.append((-sum(of[0] for of in each if of), [name, *map(_of, each)]))
+        if ranked:
+            given = f"{label(share)} of the bytes" if share else "every token, own bytes"
+            rows = [row for _, row in sorted(ranked, key=lambda one: one[0])]
+            yield table(f"{model}, {given}, facts", *filled(("rival", *tasks), rows), True)
 
 
 def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival]) -> Iterator[str]:

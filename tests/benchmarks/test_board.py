@@ -476,6 +476,12 @@ def test_where_we_lose_is_said() -> None:
         assert lost(plays, "m", rivals, (0.25,)) == [
             ["better", "m", "1/4", f"KL of {task}, nats", "0.1333", "0.2667", "yes"],
         ]  # fmt: skip
+    facts = {cell: of for cell, of in found.items() if cell.task == "needles"}
+    (text,) = tables_of(facts, "m", rivals, (0.25,), 100, 4)
+    assert text.splitlines()[0] == "m, 1/4 of the bytes, facts"
+    assert text.splitlines()[4:7] == [
+        "| worse | 2/2 |", f"| **{OURS}** | 1/2 |", "| better | 0/2 |",
+    ]  # fmt: skip
     worse = summed_up(found, "m", "worse", 0.25)
     assert worse.over_ours == pytest.approx(0.4 / 3)
     assert worse.facts == {"needles": (2, 2)}
