@@ -137,18 +137,17 @@ class DigestTrial(Trial):
 class DigestCache(SimulatedCache):
     """A simulated cache with digests for each setting."""
 
+    kind = DigestTrial
+
     def __init__(self, settings: Sequence[Setting], digests: Sequence[Digests], layer: int, T: int):
         super().__init__(settings, layer, T)
         self.digests = digests
 
     def _start(self, keys: mx.array, values: mx.array) -> None:
         super()._start(keys, values)
-        assert self.trial is not None
-        plain, n = self.trial, keys.shape[0] // len(self.settings)
-        made = DigestTrial.__new__(DigestTrial)
-        made.__dict__.update(plain.__dict__)
-        made.digesting([one for one in self.digests for _ in range(n)])
-        self.trial = made
+        assert isinstance(self.trial, DigestTrial)
+        n = keys.shape[0] // len(self.settings)
+        self.trial.digesting([one for one in self.digests for _ in range(n)])
 
 
 def main() -> None:

@@ -114,18 +114,17 @@ class MergingTrial(Trial):
 class MergingCache(SimulatedCache):
     """A simulated cache with a merging for each setting."""
 
+    kind = MergingTrial
+
     def __init__(self, settings: Sequence[Setting], merges: Sequence[Merge], layer: int, T: int):
         super().__init__(settings, layer, T)
         self.merges = merges
 
     def _start(self, keys: mx.array, values: mx.array) -> None:
         super()._start(keys, values)
-        assert self.trial is not None
-        plain, n = self.trial, keys.shape[0] // len(self.settings)
-        made = MergingTrial.__new__(MergingTrial)
-        made.__dict__.update(plain.__dict__)
-        made.merging([merge for merge in self.merges for _ in range(n)])
-        self.trial = made
+        assert isinstance(self.trial, MergingTrial)
+        n = keys.shape[0] // len(self.settings)
+        self.trial.merging([merge for merge in self.merges for _ in range(n)])
 
 
 #: What is tried, by name.

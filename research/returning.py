@@ -177,7 +177,7 @@ def answers_known(
     """Read every prompt through a cache of its own, and see which of its answers are known."""
     known, held, rows = list[float](), [], 0.0
     for i, asked in enumerate(prompts):
-        cache, end = make(), len(asked.text)
+        cache = make()
 
         def read(tokens: Sequence[int], cache: list[Any]) -> mx.array:
             logits = model(mx.array([tokens]), cache=cache)[:, -1]
@@ -202,7 +202,7 @@ def answers_known(
                 logits = read([token], cache)
             known += [float(right)] if is_answer else []
         held.append(bytes_in_16_bits(cache))
-        rows += rows_read(cache) / (end + len(asked.question))
+        rows += rows_read(cache) / (len(asked.text) + len(asked.question))
         if named.startswith(RESUMED):
             remove_file(cache)
         print(f"{named}: {i + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)

@@ -267,6 +267,8 @@ class SimulatedCache:
     """
 
     attending = True
+    #: What the cache is a trial of; experiments have classes of their own.
+    kind: type[Trial] = Trial
 
     def __init__(self, settings: Sequence[Setting], layer: int, length: int):
         self.settings, self.layer, self.length = settings, layer, length
@@ -330,7 +332,7 @@ class SimulatedCache:
             saturation += [[t] * H if isinstance(t, float) else list(t[self.layer])] * n
             rules += [setting.rule] * n
             rounding += [setting.rounding] * n
-        self.trial = Trial(
+        self.trial = self.kind(
             mx.array(budgets, mx.int32)[..., None],
             mx.array(saturation, mx.float32)[..., None],
             rules,

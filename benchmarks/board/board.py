@@ -83,7 +83,7 @@ class Plan:
 
 
 def plans_of(stage: Stage, sizes: Sizes, words: Sequence[str] = ()) -> list[Plan]:
-    """The texts, those of several speakers, the needles, the memory, and RULER's tasks.
+    """Texts, also of several speakers and growing; needles, also hard ones; memory; RULER's tasks.
 
     Args:
         stage: The model's tokenizer.

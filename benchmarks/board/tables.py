@@ -106,14 +106,14 @@ def tables_of(
             if one.share == share
         ]
         if rows:
-            given = f"{label(share)} of the bytes" if share else "every token, own bytes"
+            given = _given(share)
             title = f"{model}, {given}, {samples} samples of texts{most}"
             yield table(title, *filled(COLUMNS, rows), True)
     for task, title in MORE_TEXTS.items():
         ranked = sorted(summaries(found, model, rivals, shares, task), key=lambda one: one.kl)
         for share in (*shares, None):
             if rows := [distance(one, one.rival in grows) for one in ranked if one.share == share]:
-                given = f"{label(share)} of the bytes" if share else "every token, own bytes"
+                given = _given(share)
                 yield table(f"{model}, {given}, {title}", *filled(COLUMNS, rows), True)
     if not of_model:
         yield from facts_tables(found, model, rivals, shares)
@@ -130,10 +130,10 @@ def facts_tables(
         for rival in rivals:
             each = [facts_known(found, model, task, rival.name, share) for task in tasks]
             if rival.keeps_all == (share is None) and any(each):
-                name = f"{rival.name} †" if rival.prompts_only else _bold(rival.name)
+                name = _named(rival.name, rival.prompts_only)
                 ranked.append((-sum(of[0] for of in each if of), [name, *map(_of, each)]))
         if ranked:
-            given = f"{label(share)} of the bytes" if share else "every token, own bytes"
+            given = _given(share)
             rows = [row for _, row in sorted(ranked, key=lambda one: one[0])]
             yield table(f"{model}, {given}, facts", *filled(("rival", *tasks), rows), True)
 
@@ -149,7 +149,7 @@ def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival
         by_kind = ruler_facts(found, model, rival, kinds)
         if by_kind:
             whole = _summed(by_kind) if len(by_kind) == len(kinds) else None
-            name = f"{rival.name} †" if rival.prompts_only else _bold(rival.name)
+            name = _named(rival.name, rival.prompts_only)
             cells = [_of(by_kind.get(kind)) for kind in kinds]
             ranked.append((-(whole or (-1, 0))[0], [name, *cells, _of(whole)]))
     if ranked:
@@ -178,8 +178,13 @@ def _of(facts: tuple[int, int] | None) -> str:
     return NOTHING if facts is None else "/".join(map(str, facts))
 
 
-def _bold(name: str) -> str:
-    return f"**{name}**" if name == OURS else name
+def _given(share: float | None) -> str:
+    return f"{label(share)} of the bytes" if share else "every token, own bytes"
+
+
+def _named(name: str, grows: bool) -> str:
+    """A rival in a table: with a dagger if it keeps all of a continuation, ours in bold."""
+    return f"{name} †" if grows else f"**{name}**" if name == OURS else name
 
 
 def cells_of(one: Summary, plain: int, element: int, grows: bool) -> list[str]:
@@ -202,7 +207,7 @@ def distance(one: Summary, grows: bool) -> list[str]:
         over = f"{one.over_ours:+.{PLACES}f}"
         over += f" {_interval(one.over_interval, '+')}" if one.over_interval is not None else ""
     return [
-        f"{one.rival} †" if grows else _bold(one.rival),
+        _named(one.rival, grows),
         f"{one.kl:.{PLACES}f} {_interval(one.kl_interval)}",
         over,
         f"{one.changed:.1%}",

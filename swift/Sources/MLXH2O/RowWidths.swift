@@ -118,7 +118,7 @@ func mostSlots(in limit: Int, bytes: (Int) -> Int) -> Int {
     return max((Limits.first(in: 0 ... most) { bytes($0) > limit } ?? most + 1) - 1, 0)
 }
 
-/// What a KV head holds in memory for a file of its rows; nothing where there is none.
+/// The memory that a KV head takes for a file of its rows; all zero without a file.
 struct FileBytes: Equatable {
     /// Bytes of rows before they are packed, and of the last queries.
     var constant = 0

@@ -40,11 +40,8 @@ extension H2OConfiguration {
 
     /// Dense keys and packed values: packed keys would need a frame, and values need none.
     private static func packingWithoutFrames(of kinds: [LayerKind]) throws -> H2OPacking {
-        let fits = [64, 32, 128].first { size in
-            kinds.allSatisfy { $0.widths.value.isMultiple(of: size) }
-        }
-        guard let fits else { return .dense }
-        return try H2OPacking(valueBits: valueBitsWithoutFrames, groupSize: fits)
+        let usual = try H2OPacking(valueBits: valueBitsWithoutFrames), rows = kinds.map(\.widths)
+        return usual.fits(rows) ? usual : usual.fitting(rows) ?? .dense
     }
 
     /// How rows lose least in so many bytes of all layers; of those that lose hardly more, how most
