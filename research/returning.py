@@ -40,7 +40,7 @@ from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.evaluate.arms import OURS, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.evaluate.recall import FORMS, is_known, recall_task
+from mlx_h2o.evaluate.recall import FORMS, RecallTask, is_known, recall_task
 from research.real_model import loaded, lost, stepwise
 
 #: Tokens of a prompt that are read at once.
@@ -140,6 +140,11 @@ def planted(
         seed=args.seed,
         within=within,
     )
+    return prompts_of(task)
+
+
+def prompts_of(task: RecallTask) -> list[Asked]:
+    """The prompts of a task, each with one answer."""
     rows = cast(list[list[int]], task.prompts.tolist())
     return [
         Asked(row[:at], row[at:], [(list(answer), True)])

@@ -16,7 +16,7 @@ from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of
 from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.remainder import Remainder
-from research.returning import facts_known
+from research.returning import answers_known, prompts_of
 
 HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
 OFTEN = Returns(every=8, window=4, pages=2, rows=8, ahead=4)
@@ -345,12 +345,12 @@ def test_evicted_facts_are_found_again(tmp_path):
     model, tokenizer = load("builtin:recall-4m")
     text = CALIBRATION_TEXT.read_text()
     task = recall_task(tokenizer, text, prompts=6, tokens=528, facts=1, seed=3)
-    found = {}
+    prompts, found = prompts_of(task), {}
     for spill in (None, Spill(tmp_path)):
 
         def make(spill=spill):
             return make_prompt_cache(model, 40, bits=6, spill=spill)
 
-        found[spill is not None] = sum(facts_known(model, task, make, "recall").scores)
+        found[spill is not None] = sum(answers_known(model, prompts, make, "recall").scores)
     assert found[False] <= 2
     assert found[True] >= 4
