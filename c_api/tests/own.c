@@ -258,8 +258,8 @@ static void views(void) {
     steps += counted, small += counted && peak - active < bytes / 8;
   }
   // A live view of a buffer would cost a copy at every step. Within a step the victim's row is read
-  // before its slot is written, and where MLX's thread has not read it yet the write is a copy: on a
-  // crowded machine that is more than half of the steps.
+  // before its slot is written, and where MLX's thread has not read it yet the write is a copy: on
+  // a crowded machine that is more than half of the steps.
   expect(steps > 40 && small * 8 > steps, "no copies of the cache");
   mlx_h2o_cache_free(cache), mlx_h2o_policy_free(policy);
 }
