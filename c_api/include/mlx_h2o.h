@@ -267,6 +267,14 @@ typedef struct mlx_h2o_cache_ {
   void* ctx;
 } mlx_h2o_cache;
 
+// A plain RoPE: the first `dims` channels of a key are turned in pairs, by scale * base^(-2i /
+// dims) a position. A pair's channels are neighbours (traditional) or dims / 2 apart.
+typedef struct mlx_h2o_rope_ {
+  int dims;  // even
+  float base, scale;
+  bool traditional;
+} mlx_h2o_rope;
+
 typedef struct mlx_h2o_cache_options_ {
   size_t size;      // of this struct, as the program knows it
   bool remainder;   // whether evicted tokens go on answering
@@ -292,10 +300,15 @@ typedef struct mlx_h2o_cache_options_ {
   const int* filling;
   size_t n_stages;
   bool kernels;  // whether kernels compute for this cache where there are some
+  // The RoPE of the keys, for rolling positions: queries see the keys without the gaps that evicted
+  // tokens left, so that a conversation can go on beyond the positions that the model was trained
+  // for. NULL: positions are absolute. Copied (attending only, without remainder and packed rows;
+  // no step is fused).
+  const mlx_h2o_rope* rope;
 } mlx_h2o_cache_options;
 
-// The remainder on, attention ours, nothing packed, groups of 64, no undo, with kernels. `size` is
-// that of the struct, of which so much is filled.
+// The remainder on, attention ours, nothing packed, groups of 64, no undo, with kernels, absolute
+// positions. `size` is that of the struct, of which so much is filled.
 MLX_H2O_API int mlx_h2o_cache_options_init(mlx_h2o_cache_options* res, size_t size);
 // The same as a value, of the size that the program knows. Start from these.
 static inline mlx_h2o_cache_options mlx_h2o_cache_options_default(void) {

@@ -12,6 +12,8 @@ bool accepts(
   const bool one_token = keys.shape(2) == 1 && !settings.undo && !call.mask.array;
   // What a program's own policy does is known to no kernel.
   if (settings.policy.own) return false;
+  // The kernels read keys as they are stored.
+  if (settings.rope) return false;
   if (!one_token || keys.dtype() != values.dtype()) return false;
   if (call.q.shape(1) > kMaxRows * keys.shape(1)) return false;
   switch (backend()) {

@@ -9,6 +9,7 @@
 #include "eviction.h"
 #include "key_scaling.h"
 #include "policy_view.h"
+#include "rope.h"
 #include "value_lengths.h"
 
 namespace mlx_h2o {
@@ -62,17 +63,20 @@ float log_of_sum(float a, float b) {
 // positions that are on whole pages.
 class HeadWants {
  public:
-  // `absent` says of each position whether its row was evicted, `may_come` whether it was, or had a
-  // lease. At least `most` absent rows are read.
+  // `held` are the positions in the head's slots; `absent` says of each position whether its row
+  // was evicted, `may_come` whether it was, or had a lease. At least `most` absent rows are read.
   HeadWants(
       BoundedLayer& layer, const Returns& settings, int head, const Asked& asked,
-      const std::vector<bool>& absent, const std::vector<bool>& may_come, int most)
+      const std::vector<int>& held, const std::vector<bool>& absent,
+      const std::vector<bool>& may_come, int most)
       : layer_(layer),
         settings_(settings),
         head_(head),
         asked_(asked),
+        held_(held),
         absent_(absent),
         may_come_(may_come) {
+    std::sort(held_.begin(), held_.end());
     read_ = pages_to_read(most);
     // Others than those that ask get rows for their neighbours' sake, and any will do.
     if (!layer.back->heads[head]) return;
@@ -123,6 +127,34 @@ class HeadWants {
     return mx::squeeze(part(all, 0, head_, head_ + 1), 0);
   }
 
+  // Keys [1, 1, M, D] at some positions as queries would see them, were their rows held: with
+  // rolling positions each is turned by the tokens after it that the head has forgotten.
+  mx::array seen(const mx::array& keys, const std::vector<int64_t>& positions) const {
+    const std::optional<Rope>& rope = layer_.settings.rope;
+    if (!rope) return keys;
+    std::vector<int> forgotten;
+    for (const int64_t position : positions) {
+      const auto after = held_.end() - std::upper_bound(held_.begin(), held_.end(), position);
+      forgotten.push_back(int(layer_.offset() - 1 - position - after));
+    }
+    const mx::Shape shape{1, 1, int(positions.size())};
+    return rope->turned(keys, mx::array(forgotten.begin(), shape, mx::int32));
+  }
+  // The keys of a tract's pages by their digests, [pages * kPage, width], as `seen`.
+  std::vector<float> digested(const Digests& digests, int first, int pages) const {
+    const int width = digests.width;
+    std::vector<float> keys;
+    std::vector<int64_t> at;
+    for (int page = 0; page < pages; ++page) {
+      for (int i = 0; i < kPage; ++i) at.push_back((first + page) * kPage + i);
+      const int8_t* const stored = digests.keys(page);
+      for (int i = 0; i < kPage * width; ++i) keys.push_back(digests.scale(page) * stored[i]);
+    }
+    if (!layer_.settings.rope) return keys;
+    const mx::Shape shape{1, 1, int(at.size()), width};
+    return floats_of(seen(mx::array(keys.begin(), shape, mx::float32), at));
+  }
+
   // The logarithm of the largest estimated mass of each page's rows that may come.
   std::vector<float> estimated(int pages) const {
     const std::vector<bool>& asking = layer_.back->heads;
@@ -140,19 +172,16 @@ class HeadWants {
     std::vector<float> products(queries);
     for (int first = 0; first < pages; first += kTract) {
       const int some = std::min(pages - first, kTract);
-      const Digests digests = layer_.spill->digests(place, first / kTract, some);
-      for (int page = 0; page < some; ++page) {
-        const float scale = digests.scale(page);
-        float& estimate = estimates[first + page];
-        for (int row = 0; row < kPage; ++row) {
-          if (!may_come_[(first + page) * kPage + row]) continue;
-          const int8_t* const key = digests.keys(page) + row * width;
-          std::fill(products.begin(), products.end(), 0.0f);
-          for (int d = 0; d < width; ++d)
-            for (int i = 0; i < queries; ++i) products[i] += float(key[d]) * q[d * queries + i];
-          for (int i = 0; i < queries; ++i)
-            estimate = std::max(estimate, scale * products[i] - sums[i]);
-        }
+      const std::vector<float> keys =
+          digested(layer_.spill->digests(place, first / kTract, some), first, some);
+      for (int row = 0; row < some * kPage; ++row) {
+        if (!may_come_[first * kPage + row]) continue;
+        const float* const key = keys.data() + row * width;
+        float& estimate = estimates[first + row / kPage];
+        std::fill(products.begin(), products.end(), 0.0f);
+        for (int d = 0; d < width; ++d)
+          for (int i = 0; i < queries; ++i) products[i] += key[d] * q[d * queries + i];
+        for (int i = 0; i < queries; ++i) estimate = std::max(estimate, products[i] - sums[i]);
       }
     }
     return estimates;
@@ -186,7 +215,7 @@ class HeadWants {
       for (int i = 0; i < kPage; ++i) at.push_back(page * kPage + i);
     const Fields rows = layer_.spill->in_mlx({layer_.spill->rows(head_, at)});
     const mx::array keys = f32(dense(layer_.settings.packing.rows("keys", rows)));
-    const mx::array of_keys = mx::squeeze(mx::squeeze(keys, 0), 0);
+    const mx::array of_keys = mx::squeeze(mx::squeeze(seen(keys, at), 0), 0);
     const mx::array logits = mx::matmul(of_head(asked_.queries), mx::swapaxes(of_keys, 0, 1));
     const std::vector<float> found = floats_of(logits);
     const std::vector<float> sums = floats_of(of_head(asked_.logsums));
@@ -214,6 +243,7 @@ class HeadWants {
   const Returns& settings_;
   const int head_;
   const Asked& asked_;
+  std::vector<int> held_;  // ascending
   const std::vector<bool>&absent_, &may_come_;
   std::set<int> read_;  // pages
   std::map<int, float> wanted_;
@@ -329,7 +359,7 @@ std::optional<Come> come_to(
       for (const size_t slot : end_leases(layer, old->second, held[i], of_head))
         if (held[i][slot] < count) may_come[i][held[i][slot]] = true;
     }
-    wants.emplace_back(layer, back.settings, head, asked, absent[i], may_come[i], most);
+    wants.emplace_back(layer, back.settings, head, asked, held[i], absent[i], may_come[i], most);
     const Credit& credit =
         credits.emplace(head, lease(layer, wants[i], most, held[i], of_head)).first->second;
     const size_t come = std::count_if(
@@ -360,7 +390,9 @@ Asked asked_by(
   std::vector<mx::array> sums;
   for (size_t i = 0; i < held.size(); ++i) {
     const Run& run = layer.runs()[i];
-    const mx::array keys = dense(rows_of(layer, run, held[i]).first);
+    mx::array keys = dense(rows_of(layer, run, held[i]).first);
+    if (const std::optional<Rope>& rope = layer.settings.rope)
+      keys = without_gaps(keys, true_positions(held[i].at("positions")), layer.offset(), *rope);
     sums.push_back(mx::logsumexp(against(part(grouped, 0, run.first, run.last), keys), -1));
   }
   mx::array total = join_along(std::move(sums), 0);

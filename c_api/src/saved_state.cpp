@@ -123,7 +123,6 @@ std::optional<Frame> frame_of(const Fields& arrays, int heads) {
 // What only Python has.
 void check_kind(const Json::Object& saved) {
   const auto is_none = [&](const char* name) { return member(saved, name, true).is_null(); };
-  check(is_none("rope"), "Positions that roll are not served here.");
   check(is_none("centres"), "Centres of queries are not served here.");
   const Json &own = member(saved, "own", true), &sharers = member(saved, "sharers", true);
   const Json& ranks = member(saved, "ranks", true);
@@ -406,6 +405,7 @@ Json saved_settings(const CacheSettings& s, const BoundedLayer* layer) {
       {"reserved", 0},
       {"runs", Json::List{}},
       {"recent", {}}};
+  if (s.rope) all.emplace("rope", s.rope->config());
   if (!layer) return all;
   Json::List runs;
   for (const Run& run : layer->runs()) runs.push_back(run_of(run));
@@ -470,6 +470,8 @@ CacheSettings settings_of(const Json::Object& saved, const Fields& arrays, const
   s.filling = filling_of(member(saved, "filling", true), s.budgets.size());
   s.pins = pins_of(member(saved, "pins", true));
   s.frame = frame_of(arrays, s.heads());
+  if (const Json& rope = member(saved, "rope", true); !rope.is_null())
+    s.rope = Rope::of_config(rope);
   const Json::List& runs = member(saved, "runs").list("runs");
   if (!runs.empty()) {
     const int reserved = member(saved, "reserved").whole("reserved", 0, kMostPlainRows);

@@ -123,6 +123,10 @@ Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, con
     remainder = layer.evictions().remainder.heads(run.first, run.last);
   const Saturations& all = settings.saturations;
   auto [keys, values] = rows_of(layer, run, fields);
+  if (settings.rope) {
+    const mx::array places = true_positions(fields.at("positions"));
+    keys = {Stored{{without_gaps(dense(keys), places, layer.offset(), *settings.rope)}}};
+  }
   const RunAttention attention{
       settings.policy,
       call.of_heads(run.first * group, run.last * group),

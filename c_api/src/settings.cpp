@@ -25,6 +25,7 @@ void CacheSettings::check_all() const {
   }
   check_budgets(budgets);
   check_filling();
+  check_rolling();
 }
 
 void CacheSettings::check_budgets(const std::vector<int>& slots) const {
@@ -52,6 +53,20 @@ void CacheSettings::check_filling() const {
     check_budgets(stage.budgets);
     before = stage.beyond;
   }
+}
+
+void CacheSettings::check_rolling() const {
+  if (!rope) return;
+  rope->check_all();
+  check(attending, "Positions without gaps need attention of ours.");
+  check(
+      !remainder,
+      "Positions without gaps leave evicted tokens no position, so there is no remainder: set "
+      "remainder to false.");
+  check(
+      !packing.packs(),
+      "Positions without gaps turn keys at every step, but not packed keys: set k_bits and v_bits "
+      "to 0.");
 }
 
 int CacheSettings::plain_rows() const {

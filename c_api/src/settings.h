@@ -5,6 +5,7 @@
 #include "packed.h"
 #include "pins.h"
 #include "remainder.h"
+#include "rope.h"
 
 namespace mlx_h2o {
 
@@ -25,6 +26,7 @@ struct CacheSettings {
   Saturations saturations = {};  // of the remainder's term, for each KV head
 
   std::optional<Frame> frame = {};  // in which packed keys are stored
+  std::optional<Rope> rope = {};    // the keys', if queries see them without gaps
   Spans pins = {};                  // positions that are never evicted, in order
   std::vector<Stage> filling = {};  // budgets that follow as the conversation grows, in order
   std::optional<int> reserved = {};
@@ -50,6 +52,7 @@ struct CacheSettings {
  private:
   void check_budgets(const std::vector<int>& slots) const;
   void check_filling() const;
+  void check_rolling() const;
 };
 
 }  // namespace mlx_h2o

@@ -155,6 +155,9 @@ mx::array Core::update_and_attend(
       !call.sinks || !settings_.frame || !moves(*settings_.frame),
       "Attention sinks do not move with a frame's centre: a layer that has them needs a frame with "
       "a centre of zeros.");
+  check(
+      !settings_.rope || settings_.rope->dims <= keys.shape(3),
+      "The rope turns more channels than keys " + text(keys.shape()) + " have.");
   grow(call.length());
   const int L = call.length();
   const bool singly = L > 1 && L - 1 <= settings_.undo;

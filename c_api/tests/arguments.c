@@ -457,6 +457,29 @@ static void refuse_fetching(void) {
   mlx_h2o_cache_free(cache);
 }
 
+static void refuse_ropes(mlx_h2o_policy policy) {
+  const int budgets[] = {24, 24};
+  const mlx_h2o_rope fine = {32, 10000, 1, false},
+                     wrong[] = {{31, 10000, 1, false},      {0, 10000, 1, false},
+                                {-2, 10000, 1, false},      {INT_MAX - 1, 10000, 1, false},
+                                {32, 0, 1, false},          {32, NAN, 1, true},
+                                {32, 10000, INFINITY, true}};
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  mlx_h2o_cache_options rolling = mlx_h2o_cache_options_default();
+  rolling.remainder = false, rolling.group_size = 32;
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
+    rolling.rope = &wrong[i];
+    REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &rolling));
+  }
+  rolling.rope = &fine;
+  mlx_h2o_cache_options packed = rolling, answering = rolling;
+  packed.v_bits = 8, answering.remainder = true;
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &packed));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &answering));
+  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, &rolling), "a rolling cache");
+  mlx_h2o_cache_free(cache);
+}
+
 static void refuse_caches(void) {
   mlx_h2o_policy policy = a_policy("distinct");
   mlx_h2o_cache cache = mlx_h2o_cache_new();
@@ -489,6 +512,7 @@ static void refuse_caches(void) {
     saturated.saturation = saturations[i];
     REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &saturated));
   }
+  refuse_ropes(policy);
   refuse_frames(policy);
   refuse_fillings(policy);
   must(mlx_h2o_policy_set(policy, "sink", "1073741824"), "sink");
@@ -607,6 +631,11 @@ static mlx_h2o_cache any_cache(void) {
       options.frame_centre = part_of_frame((float)below(2), chance(10) ? NAN : 0);
       options.frame_scale = part_of_frame(2, (float)below(10) / 4);
     }
+    const mlx_h2o_rope rope = {
+        chance(90) ? 2 * below(18) : changed_int(32), (float)below(20000), chance(95) ? 1 : NAN,
+        chance(50)};
+    if (chance(options.k_bits || options.v_bits || options.remainder ? 5 : 50))
+      options.rope = &rope;
     const int status = mlx_h2o_cache_make(&cache, policy, some, 2, &options);
     mlx_h2o_policy_free(policy);
     mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);

@@ -34,7 +34,7 @@ typedef struct Layer_ {
   const char *name, *policy, *settings[4];
   int budgets[Hk];
   int k_bits, v_bits, recent_bits;
-  bool no_remainder, framed;
+  bool no_remainder, framed, rolling;
   const float* saturation;
 } Layer;
 
@@ -73,6 +73,11 @@ static const Layer kLayers[] = {
      .budgets = {24, 24}},
     {.name = "keydiff ragged", .policy = "keydiff", .budgets = {24, 36}, .k_bits = 4, .v_bits = 4},
     {.name = "streaming", .policy = "streaming", .budgets = {20, 20}, .no_remainder = true},
+    {.name = "salient at rolling positions",
+     .policy = "salient",
+     .budgets = {24, 17},
+     .no_remainder = true,
+     .rolling = true},
     {.name = "salient ragged", .policy = "salient", .budgets = {24, 17}},
     {.name = "salient in a frame",
      .policy = "salient",
@@ -122,6 +127,8 @@ static mlx_h2o_cache made(const Layer* layer, int undo) {
   options.k_bits = layer->k_bits, options.v_bits = layer->v_bits;
   options.recent_bits = layer->recent_bits;
   options.group_size = 32, options.undo = undo, options.saturation = layer->saturation;
+  const mlx_h2o_rope rope = {D, 10000, 1, false};
+  if (layer->rolling) options.rope = &rope;
   if (layer->framed) options.frame_centre = part_of_frame(false);
   if (layer->framed) options.frame_scale = part_of_frame(true);
   must(mlx_h2o_cache_make(&cache, policy, layer->budgets, Hk, &options), layer->name);

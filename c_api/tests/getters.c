@@ -1,6 +1,7 @@
 // What a program asks and tells without arrays (tests/conformance/test_c_api.py): kinds of errors,
 // settings as numbers, options of several sizes, and all that a cache was made with. Ends with 0,
 // or with 1 and what was otherwise.
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -127,6 +128,25 @@ static bool is_all(mlx_array a, float number) {
   return mlx_array_size(a) == HEADS * WIDTH && mlx_array_data_float32(a)[WIDTH + 1] == number;
 }
 
+// The rope of positions that roll.
+static void rope(mlx_h2o_policy policy, const int* budgets) {
+  mlx_h2o_cache_options options = mlx_h2o_cache_options_default(), got = options;
+  const mlx_h2o_rope given = {8, 500, 0.5f, true};
+  expect(!got.rope, "no rope");
+  options.remainder = false, options.rope = &given;
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  expect(!mlx_h2o_cache_make(&cache, policy, budgets, HEADS, &options), "a rolling cache");
+  expect(!mlx_h2o_cache_get_options(&got, cache), "its options");
+  expect(
+      got.rope && got.rope->dims == 8 && got.rope->base == 500 && got.rope->scale == 0.5f &&
+          got.rope->traditional,
+      "its rope");
+  // A program of before there were ropes.
+  got.size = offsetof(mlx_h2o_cache_options, rope), got.rope = &given;
+  expect(!mlx_h2o_cache_get_options(&got, cache) && got.rope == &given, "fields that it knows");
+  mlx_h2o_cache_free(cache);
+}
+
 static void caches(mlx_h2o_policy policy) {
   const int budgets[] = {12, 16}, filling[] = {20, 14, 14, 40, 12, 20}, span[] = {3, 5, 17, 18};
   const float saturation[] = {0, 3};
@@ -146,6 +166,7 @@ static void caches(mlx_h2o_policy policy) {
           !memcmp(got.filling, filling, sizeof filling),
       "all of them");
   expect(is_all(got.frame_centre, 0.5f) && is_all(got.frame_scale, 2), "the frame");
+  rope(policy, budgets);
   got.size = 0;
   fails_with(mlx_h2o_cache_get_options(&got, cache), MLX_H2O_ERROR_ARGUMENT, "no size");
   got.size = sizeof got;

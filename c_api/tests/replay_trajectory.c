@@ -37,6 +37,15 @@ static mlx_h2o_cache_options options_of(Case* c, int kv_heads) {
   return options;
 }
 
+// Whether a case's positions roll, by `rope`.
+static bool rope_of(Case* c, mlx_h2o_rope* rope) {
+  if (!text_or_null(c, "cache.rope.dims")) return false;
+  *rope = (mlx_h2o_rope){
+      int_of(c, "cache.rope.dims"), (float)number_of(c, "cache.rope.base"),
+      (float)number_of(c, "cache.rope.scale"), flag_of(c, "cache.rope.traditional")};
+  return true;
+}
+
 static Layer layer_of(const Replay* r, const Trajectory* t, int number) {
   Case* c = r->c;
   Layer layer = {.cache = mlx_h2o_cache_new()};
@@ -83,6 +92,8 @@ static Trajectory trajectory_of(const Replay* r) {
   t.spilled = spilled_of(c, t.layers, t.Hk);
   mlx_h2o_policy policy = policy_of(c);
   mlx_h2o_cache_options options = options_of(c, t.Hk);
+  mlx_h2o_rope rope;
+  if (rope_of(c, &rope)) options.rope = &rope;
   t.attending = options.attending;
   for (int l = 0; l < t.layers; ++l) {
     t.of[l] = layer_of(r, &t, l);

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from mlx_h2o.policies import make_policy
 from mlx_h2o.spill.layout import POSITIONS, Layout
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.rope import Rope
 from rows_for_files import FORMS, append
 from sealed_by_python import run_with_cipher
 
@@ -235,6 +237,7 @@ SAVED: dict[str, tuple[dict[str, Any], int]] = {
         | {"frame": Frame(mx.full((2, 32), 0.5), mx.full((2, 32), 2.0))},
         40,
     ),
+    "rolling": ({"budgets": [24, 20], "policy": "h2o", "remainder": False}, 40),
     "plain rows": ({"max_size": 64, "policy": "keydiff"}, 90),
     "plain rows, short": ({"max_size": 64, "policy": "keydiff"}, 30),
 }
@@ -256,6 +259,8 @@ def begun(name: str) -> H2OKVCache:
     """A cache that has seen a prompt, and pins of it."""
     settings, prompt = SAVED[name]
     cache = (PlainRowsKVCache if name.startswith("plain rows") else H2OKVCache)(**settings)
+    if name == "rolling":
+        cache.follow(replace(cache.settings, rope=Rope(32, 500.0, 0.5, True)))
     taken_in(cache, rows_of(1, 4, prompt), rows_of(2, 2, prompt), rows_of(3, 2, prompt))
     if name == "salient":
         cache.pin([(prompt - 2, prompt + 2)])

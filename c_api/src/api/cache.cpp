@@ -82,6 +82,11 @@ std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
   return checked_frame(of_centre, of_scale);
 }
 
+std::optional<Rope> rope_of(const mlx_h2o_rope* given) {
+  if (!given) return std::nullopt;
+  return Rope{given->dims, given->base, given->scale, given->traditional};
+}
+
 Fields fields_of(const mlx_map_string_to_array arrays) {
   Fields all;
   const mlx_map_string_to_array_iterator it = mlx_map_string_to_array_iterator_new(arrays);
@@ -181,6 +186,7 @@ int mlx_h2o_cache_make(
     settings.saturations = saturations_of(options.saturation, settings.heads());
     settings.frame = frame_of(options, settings.heads());
     settings.filling = filling_of(options.filling, options.n_stages, settings.heads());
+    settings.rope = rope_of(options.rope);
     give(res, std::make_unique<Core>(std::move(settings)));
   });
 }
@@ -201,6 +207,10 @@ int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache) {
     if (settings.frame) {
       options.frame_centre = borrowed(settings.frame->centre);
       options.frame_scale = borrowed(settings.frame->scale);
+    }
+    if (const std::optional<Rope>& rope = settings.rope) {
+      held.rope = {rope->dims, rope->base, rope->scale, rope->traditional};
+      options.rope = &held.rope;
     }
     held.filling.clear();
     for (const Stage& stage : settings.filling) {

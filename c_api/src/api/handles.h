@@ -9,7 +9,9 @@ namespace mlx_h2o {
 // What a cache's handle points to.
 struct Held {
   std::unique_ptr<Core> core;
-  mutable std::vector<int> filling;  // as mlx_h2o_cache_get_options hands it out
+  // As mlx_h2o_cache_get_options hands them out.
+  mutable std::vector<int> filling;
+  mutable mlx_h2o_rope rope;
 };
 // Null for an empty one.
 inline Held* handle_of(mlx_h2o_cache handle) {

@@ -48,6 +48,9 @@ mlx_optional_int given(int number) {
 array abs(const array& a) {
   return of_one<mlx_abs>(a);
 }
+array cos(const array& a) {
+  return of_one<mlx_cos>(a);
+}
 array exp(const array& a) {
   return of_one<mlx_exp>(a);
 }
@@ -62,6 +65,9 @@ array round(const array& a) {
 }
 array rsqrt(const array& a) {
   return of_one<mlx_rsqrt>(a);
+}
+array sin(const array& a) {
+  return of_one<mlx_sin>(a);
 }
 array sqrt(const array& a) {
   return of_one<mlx_sqrt>(a);

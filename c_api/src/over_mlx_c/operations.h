@@ -9,11 +9,13 @@ namespace mlx_h2o::mx {
 // -- elementwise ----------------------------------------------------------------------------------
 
 array abs(const array& a);
+array cos(const array& a);
 array exp(const array& a);
 array isnan(const array& a);
 array log(const array& a);
 array round(const array& a);
 array rsqrt(const array& a);
+array sin(const array& a);
 array sqrt(const array& a);
 array square(const array& a);
 

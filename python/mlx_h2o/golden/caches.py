@@ -10,6 +10,7 @@ from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.golden.group import Arrays, Parameters, policy_of
 from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.rope import Rope
 
 
 def caches_of(p: Parameters, inputs: Arrays) -> list[BoundedKVCache]:
@@ -20,6 +21,7 @@ def caches_of(p: Parameters, inputs: Arrays) -> list[BoundedKVCache]:
         inputs: The layers' "frame.centre" and "frame.scale" (key scaling), or nothing.
     """
     settings = dict(p["cache"])
+    rope = settings.pop("rope", None)
     budgets, stages = settings.pop("budgets"), settings.pop("filling", [])
     frames: list[Frame | None] = [None] * len(budgets)
     if inputs:
@@ -33,7 +35,8 @@ def caches_of(p: Parameters, inputs: Arrays) -> list[BoundedKVCache]:
     ]
     for layer, cache in enumerate(caches):
         filling = tuple(Stage(beyond, tuple(of[layer])) for beyond, of in stages)
-        cache.follow(replace(cache.settings, filling=filling))
+        turning = None if rope is None else Rope.of_config(rope)
+        cache.follow(replace(cache.settings, filling=filling, rope=turning))
     return caches
 
 

@@ -58,6 +58,8 @@ def cases() -> Iterator[tuple[str, Parameters]]:
     yield "pins", case("salient", RAGGED, pins=pins)
     without = {"remainder": False}
     yield "no-remainder", case("salient", RAGGED, cache=without)
+    for turned, rope in trajectory.ROPES.items():
+        yield f"rolling{turned}", case("salient", RAGGED, cache={**without, "rope": rope})
 
 
 def inputs(parameters: Parameters) -> Arrays:

@@ -47,6 +47,11 @@ SALIENT: dict[str, dict[str, Any]] = {
     "-layer": {"unit": "layer", "evict_every": 3, "prompt": "full"},
     "-values": {"value_weight": 1.5, "distance_weight": 0.0, "window": 16},
 }
+# RoPEs of keys whose positions roll (`storage/rope.py`), of all channels and of half of them.
+ROPES: dict[str, dict[str, Any]] = {
+    "": {"dims": 32, "base": 10000.0, "scale": 1.0, "traditional": False},
+    "-pairs": {"dims": 16, "base": 500.0, "scale": 0.5, "traditional": True},
+}
 UNIFORM, RAGGED = [[24, 24], [24, 24]], [[18, 30], [26, 22]]
 
 
@@ -148,6 +153,17 @@ def salient() -> Iterator[tuple[str, Parameters]]:
                 yield f"salient{name}-{kind}-{store}", {"policy": policy, "cache": cache}
 
 
+def rolling() -> Iterator[tuple[str, Parameters]]:
+    """Cases whose queries see the kept keys at positions without gaps."""
+    for name in ("salient", "distinct", "h2o", "streaming"):
+        policy = parameters_of(make_policy(name, sink=2, recent=0.25))
+        for turned, rope in ROPES.items():
+            cache = {"budgets": RAGGED, "remainder": False, "rope": rope}
+            yield f"{name}-rolling{turned}", {"policy": policy, "cache": cache}
+    batch = {"policy": parameters_of(make_policy("h2o", sink=2, recent=0.25)), "batch": 2}
+    yield "h2o-rolling-batch", {**batch, "cache": {**cache, "budgets": UNIFORM}}
+
+
 def cases() -> Iterator[tuple[str, Parameters]]:
     seed = 6000
 
@@ -178,7 +194,7 @@ def cases() -> Iterator[tuple[str, Parameters]]:
                         {"kind": "plain", "policy": parameters_of(policy), "cache": cache},
                     ),
                 )
-    for name, changed in (*saturated(), *salient()):
+    for name, changed in (*saturated(), *salient(), *rolling()):
         yield name, case(changed)
 
 

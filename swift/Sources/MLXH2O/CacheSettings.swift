@@ -17,6 +17,8 @@ struct CacheSettings: Sendable {
     var frame: H2OFrame?
     /// Where each KV head's remainder saturates (``H2ORemainder/saturation``), or one number for all.
     let saturation: [Float]
+    /// The keys' RoPE, where queries see them without gaps.
+    var rope: H2ORope?
     /// Slots that follow as the conversation grows, where those of `size` are for a shorter one.
     var filling: [Stage] = []
     /// Positions that are never evicted.
@@ -25,13 +27,14 @@ struct CacheSettings: Sendable {
     init(
         _ size: H2OKVCache.Size, policy: any H2OPolicy, remainder: Bool, attends: Bool,
         packing: H2OPacking, undo: Int, frame: H2OFrame? = nil,
-        saturation: [Float] = [H2ORemainder.saturation], filling: [Stage] = [],
+        saturation: [Float] = [H2ORemainder.saturation], rope: H2ORope? = nil,
+        filling: [Stage] = [],
         pins: [Range<Int>] = []
     ) {
         (self.size, self.policy, self.undo) = (size, policy, undo)
         (remainderAnswers, self.attends, self.packing) = (remainder, attends, packing)
         (self.frame, self.saturation) = (frame, saturation)
-        (self.filling, self.pins) = (filling, pins)
+        (self.rope, self.filling, self.pins) = (rope, filling, pins)
     }
 
     /// Whether statistics of the evicted are kept at all.

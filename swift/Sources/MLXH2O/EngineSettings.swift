@@ -60,16 +60,26 @@ extension CacheSettings {
         let saturations =
             saturation.count == heads
             ? saturation : Array(repeating: saturation[0], count: heads)
-        let stages = plan.laterNumbers
+        let stages = plan.laterNumbers, ropes = rope.map { [$0.inEngine] } ?? []
         options.n_stages = plan.later.count
         return try withExtendedLifetime(frame) {
             try saturations.withUnsafeBufferPointer { saturations in
                 try stages.withUnsafeBufferPointer { stages in
-                    options.saturation = saturations.baseAddress
-                    options.filling = stages.isEmpty ? nil : stages.baseAddress
-                    return try body(options)
+                    try ropes.withUnsafeBufferPointer { ropes in
+                        options.saturation = saturations.baseAddress
+                        options.filling = stages.isEmpty ? nil : stages.baseAddress
+                        options.rope = ropes.isEmpty ? nil : ropes.baseAddress
+                        return try body(options)
+                    }
                 }
             }
         }
+    }
+}
+
+extension H2ORope {
+    fileprivate var inEngine: mlx_h2o_rope {
+        mlx_h2o_rope(
+            dims: Int32(clamping: dimensions), base: base, scale: scale, traditional: traditional)
     }
 }

@@ -78,6 +78,8 @@ public struct H2OConfiguration: Sendable {
     public var undo: Int
     /// Tokens that are never evicted, counted against the budget.
     public var pins: Pins
+    /// At which positions queries see the kept keys.
+    public var positions: Positions
     /// A file behind the memory, from which evicted rows come back; nil: none. It needs a model that attends
     /// through this library.
     public var spill: H2OSpill?
@@ -91,13 +93,13 @@ public struct H2OConfiguration: Sendable {
         budget: Budget, policy: (any H2OPolicy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
         frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
-        undo: Int = 0, pins: Pins = .none, spill: H2OSpill? = nil,
+        undo: Int = 0, pins: Pins = .none, positions: Positions = .absolute, spill: H2OSpill? = nil,
         compatibility: Compatibility = .requireAllLayers, pressure: H2OMemoryPressure? = nil
     ) throws {
         self.init(
             unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
             packing: packing, frames: frames, context: context, saturation: saturation, undo: undo,
-            pins: pins, spill: spill,
+            pins: pins, positions: positions, spill: spill,
             compatibility: compatibility, pressure: pressure)
         try validate()
     }
@@ -106,13 +108,13 @@ public struct H2OConfiguration: Sendable {
         unchecked budget: Budget, policy: (any H2OPolicy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
         frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
-        undo: Int = 0, pins: Pins = .none, spill: H2OSpill? = nil,
+        undo: Int = 0, pins: Pins = .none, positions: Positions = .absolute, spill: H2OSpill? = nil,
         compatibility: Compatibility = .requireAllLayers, pressure: H2OMemoryPressure? = nil
     ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
         (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
         (self.frames, self.context, self.saturation) = (frames, context, saturation)
-        (self.pins, self.spill) = (pins, spill)
+        (self.pins, self.positions, self.spill) = (pins, positions, spill)
         (self.compatibility, self.pressure) = (compatibility, pressure)
     }
 
@@ -126,6 +128,7 @@ public struct H2OConfiguration: Sendable {
             packing: .dense, undo: undo, saturation: [saturation ?? H2ORemainder.saturation],
             pins: pinnedPositions
         ).engine()
+        try checkRolling()
         try Limits.check("context", context, in: 1 ... Limits.mostTokens)
         try spill?.validate()
         switch budget {
@@ -136,6 +139,20 @@ public struct H2OConfiguration: Sendable {
                 throw H2OError.configuration(
                     "A share is a part of a 16-bit cache, such as 0.25; got \(part).")
             }
+        }
+    }
+
+    private func checkRolling() throws {
+        guard positions != .absolute else { return }
+        guard !remainder else {
+            throw H2OError.configuration(
+                "positions: .rolling leaves evicted tokens no position, so there is no remainder: pass "
+                    + "remainder: false.")
+        }
+        guard packing?.packs != true else {
+            throw H2OError.configuration(
+                "positions: .rolling turns keys at every step, but not packed keys: leave packing "
+                    + "out.")
         }
     }
 

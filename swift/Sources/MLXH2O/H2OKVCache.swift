@@ -68,16 +68,19 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     ///   - frame: In which packed keys are stored, and everything that is made of them.
     ///   - saturation: Where each KV head's remainder saturates (``H2ORemainder/saturation``), or one number
     ///     for all; 0 is first order.
+    ///   - rope: The RoPE of the keys, if queries are to see them without the gaps of evicted tokens
+    ///     (``H2OConfiguration/Positions/rolling(_:)``). Without remainder and packing.
     ///   - pressure: What may ask for less memory while the cache is in use.
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
     public convenience init(
         _ size: Size, policy: any H2OPolicy = H2OPolicies.Salient(), remainder: Bool = true,
         attends: Bool = true, packing: H2OPacking = .dense, undo: Int = 0, frame: H2OFrame? = nil,
-        saturation: [Float] = [H2ORemainder.saturation], pressure: H2OMemoryPressure? = nil
+        saturation: [Float] = [H2ORemainder.saturation], rope: H2ORope? = nil,
+        pressure: H2OMemoryPressure? = nil
     ) throws {
         let settings = CacheSettings(
             size, policy: policy, remainder: remainder, attends: attends, packing: packing,
-            undo: undo, frame: frame, saturation: saturation)
+            undo: undo, frame: frame, saturation: saturation, rope: rope)
         try self.init(settings, PressureShare(pressure, nil))
     }
 

@@ -14,7 +14,8 @@ import MLXLMCommon
 public struct H2ONotice: Sendable, Hashable, CustomStringConvertible {
     /// What was asked for.
     public enum Subject: Sendable, CaseIterable {
-        case budget, policy, remainder, headBudgets, packing, pins, layer, undo, request, kernels,
+        case budget, policy, remainder, headBudgets, packing, pins, positions, layer, undo, request,
+            kernels,
             spill
     }
 

@@ -25,6 +25,8 @@ extension H2OKVCache {
     public var packing: H2OPacking { given.packing }
     /// In which packed keys are stored, and ``evictedRemainder`` too.
     public var frame: H2OFrame? { given.frame }
+    /// The RoPE of the keys, where queries see them at positions without gaps.
+    public var rope: H2ORope? { given.rope }
     /// Where each KV head's remainder saturates, or one number for all.
     public var saturation: [Float] { given.saturation }
     /// How many of the last steps can be taken back after evictions.

@@ -50,6 +50,7 @@ extension H2OKVCache {
                 layer: layer, kind: kind, isBounded: true,
                 reason: "\(slots) slots a KV head\(cache.packing)"
                     + (cache.frame == nil ? "" : " in a frame")
+                    + (cache.settings.rope == nil ? "" : " at positions without gaps")
                     + ", policy \(cache.policy.name), \(cache.answer)"
                     + (cache.settings.filling.isEmpty
                         ? "" : ", shared out anew when the memory is full"),

@@ -152,12 +152,14 @@ extension H2OConfiguration {
         let shared = unit == .layer ? nil : profile
         let kinds = attends ? filed(kinds, returningTo: profile?.retrievalHeads) : kinds
         let own = try sized(for: kinds, by: shared, policy: policy)
-        return try own.settings(of: kinds, profile, policy, attends)
+        let rope = try rope(of: model, attends: attends)
+        return try own.settings(of: kinds, profile, policy, attends, rope)
     }
 
     /// The same with a size in tokens or bytes, and a packing.
     private func settings(
-        of kinds: [LayerKind], _ profile: H2OProfile?, _ policy: any H2OPolicy, _ attends: Bool
+        of kinds: [LayerKind], _ profile: H2OProfile?, _ policy: any H2OPolicy, _ attends: Bool,
+        _ rope: H2ORope?
     ) throws -> [CacheSettings] {
         let packing = packing ?? .dense
         let frames = try frames(of: kinds.count, profile, policy, attends)
@@ -182,7 +184,7 @@ extension H2OConfiguration {
             CacheSettings(
                 .heads(plans[layer].budgets), policy: policy, remainder: remainder,
                 attends: attends, packing: packing, undo: undo, frame: frames?[layer],
-                saturation: measured?[layer] ?? usual, filling: plans[layer].later,
+                saturation: measured?[layer] ?? usual, rope: rope, filling: plans[layer].later,
                 pins: pinnedPositions
             )
         }

@@ -23,6 +23,7 @@ extension CacheSettings {
             "offset": .int(0), "aged_from": .int(0), "own": .null, "reserved": .int(0),
             "recent": .null, "runs": .array([]),
         ]
+        if let rope { json["rope"] = rope.json }
         switch size {
         case .tokens(let count): json["max_size"] = .int(count)
         case .bytes(let count): json["max_bytes"] = .int(count)
@@ -40,9 +41,8 @@ extension CacheSettings {
             let packing = json["packing"]
         else { throw Self.damage("its settings are not whole") }
         // What only Python has: read as an ordinary cache it would go on as another conversation.
-        guard (json["rope"] ?? .null) == .null, json["sharers"]?.int ?? 1 == 1 else {
-            throw H2OError.file(
-                "its layers share keys, or see them at positions without gaps: go on in Python.")
+        guard json["sharers"]?.int ?? 1 == 1 else {
+            throw H2OError.file("its layers share keys: go on in Python.")
         }
         self.init(
             Self.size(json),
@@ -53,7 +53,7 @@ extension CacheSettings {
                 groupSize: packing["group_size"]?.int ?? 64,
                 recentBits: packing["recent_bits"]?.int),
             undo: json["undo"]?.int ?? 0, frame: frame,
-            saturation: try Self.saturation(json["saturation"]),
+            saturation: try Self.saturation(json["saturation"]), rope: try Self.rope(json["rope"]),
             filling: try Self.filling(json["filling"]), pins: try Self.pins(json["pins"]))
     }
 
@@ -87,6 +87,17 @@ extension CacheSettings {
         }
     }
 
+    /// The RoPE of keys whose positions roll.
+    static func rope(_ json: H2OSettingValue?) throws -> H2ORope? {
+        guard let json, json != .null else { return nil }
+        guard let dimensions = json["dims"]?.int, let base = json["base"]?.double,
+            let scale = json["scale"]?.double, let traditional = json["traditional"]?.bool
+        else { throw damage("its rope is not whole") }
+        return try H2ORope(
+            dimensions: dimensions, base: Float(base), scale: Float(scale), traditional: traditional
+        )
+    }
+
     /// Where remainders saturate; files from before heads differed do not say.
     private static func saturation(_ json: H2OSettingValue?) throws -> [Float] {
         guard let json, json != .null else { return [H2ORemainder.saturation] }
@@ -95,5 +106,14 @@ extension CacheSettings {
             throw damage("its saturation is no number")
         }
         return numbers.map { Float($0!) }
+    }
+}
+
+extension H2ORope {
+    fileprivate var json: H2OSettingValue {
+        .object([
+            "dims": .int(dimensions), "base": .double(Double(base)),
+            "scale": .double(Double(scale)), "traditional": .bool(traditional),
+        ])
     }
 }

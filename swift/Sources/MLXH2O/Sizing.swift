@@ -27,7 +27,10 @@ extension H2OConfiguration {
         }
         guard packing == nil else { return own }
         own.packing = .dense
-        guard case .bytes(let bytes) = own.budget, kinds.allSatisfy(\.attends) else { return own }
+        // Keys that are turned at every step are not packed.
+        guard case .bytes(let bytes) = own.budget, kinds.allSatisfy(\.attends),
+            positions == .absolute
+        else { return own }
         if frames == .profile, policy.suitsFrames, let profile, profile.packedGroupSize != nil {
             let narrow = Self.startsNarrow(bytes: bytes, undo: undo, attends: true)
             own.packing = try packing(

@@ -62,7 +62,12 @@ final class TrialCache: H2OAttendingKVCache {
     let isTrimmable = false
     private var rows: [MLXArray] = []
 
-    init(maxSize: Int? = nil) { self.maxSize = maxSize }
+    /// The keys `[B, Hk, L, D]` that came last.
+    var keys: MLXArray? { rows.first }
+
+    init(maxSize: Int? = nil, at offset: Int = 0) {
+        (self.maxSize, self.offset) = (maxSize, offset)
+    }
 
     var state: [MLXArray] {
         get {

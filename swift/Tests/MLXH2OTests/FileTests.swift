@@ -90,12 +90,20 @@ import Testing
         let kept: [[[Int]]]
     }
 
-    /// Shared keys and positions without gaps: read as an ordinary cache, they would be another conversation.
+    /// Shared keys, and ropes that turn nothing: read as an ordinary cache, they would be another
+    /// conversation.
     @Test func cachesThatOnlyPythonHasAreRefused() throws {
         let own = try H2OKVCache(.tokens(24)).configuration
         _ = try CacheSettings(own)
         let other: [(String, H2OSettingValue)] = [
             ("sharers", .int(2)), ("rope", .object(["dims": .int(64)])),
+            (
+                "rope",
+                .object([
+                    "dims": .int(65), "base": .double(1e4), "scale": .double(1),
+                    "traditional": .bool(false),
+                ])
+            ),
         ]
         for (name, value) in other {
             var changed = own.object!

@@ -9,6 +9,13 @@ import MLXNN
 public protocol H2OModel: LanguageModel, H2OProfiledModel {
     /// Caches without a bound, as a stock model's `newCache` makes them.
     func plainCaches() -> [any KVCache]
+
+    /// The RoPE of its keys, where it is a plain one and all layers have it; nil by default.
+    var plainRope: H2ORope? { get }
+}
+
+extension H2OModel {
+    public var plainRope: H2ORope? { nil }
 }
 
 /// H2O-aware model types in the place of mlx-swift-lm's own.

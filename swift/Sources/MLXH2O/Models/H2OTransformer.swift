@@ -58,6 +58,14 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
         }
     }
 
+    /// None where the configuration scales positions.
+    var plainRope: H2ORope? {
+        guard configuration.ropeScaling == nil else { return nil }
+        return try? H2ORope(
+            dimensions: configuration.headWidth, base: configuration.ropeBase,
+            traditional: configuration.ropeTraditional)
+    }
+
     func plainCaches() -> [any KVCache] { model.layers.map { _ in KVCacheSimple() } }
 
     func newCache(parameters: GenerateParameters?) -> [any KVCache] {

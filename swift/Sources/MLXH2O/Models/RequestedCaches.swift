@@ -35,6 +35,12 @@ extension H2OConfiguration {
         }
     }
 
+    /// Whether this model's positions can be those that are asked for.
+    private func positionsFit(_ model: any LanguageModel, _ trial: TrialResult) -> Bool {
+        let attends = trial.kinds.compactMap { $0 }.allSatisfy(\.attends)
+        return (try? rope(of: model, attends: attends)) != nil || positions == .absolute
+    }
+
     private func nearestCaches(
         for model: any LanguageModel, plain: () throws -> [any KVCache], _ trial: TrialResult,
         _ notices: [H2ONotice]
@@ -51,6 +57,11 @@ extension H2OConfiguration {
                 notice = H2ONotice(
                     subject: .headBudgets,
                     message: "\(message) \(name) goes on with uniform budgets.")
+            case .configuration(let message) where !positionsFit(model, trial):
+                nearest.positions = .absolute
+                notice = H2ONotice(
+                    subject: .positions,
+                    message: "\(message) \(name) goes on with absolute positions.")
             case .configuration(let message) where !packingFits(trial.kinds.compactMap { $0 }):
                 (nearest.packing, nearest.frames) = (.dense, .none)
                 notice = H2ONotice(

@@ -317,7 +317,7 @@ enum GoldenReplay {
                 recentBits: settings["recent_bits"]?.int),
             undo: 0, frame: frame,
             saturation: settings.numbers("saturation") ?? [H2ORemainder.saturation],
-            filling: filling)
+            rope: CacheSettings.rope(settings["rope"]), filling: filling)
         return try H2OKVCache(made, PressureShare(nil, nil), file: file)
     }
 
