@@ -154,6 +154,12 @@ def test_what_does_not_go_with_it_is_refused(given, reason):
         make_prompt_cache(coverage_model("llama"), max_size=64, **given)
 
 
+def test_a_rope_of_wider_keys_is_refused():
+    cache = H2OKVCache.of(CacheSettings(max_size=20, remainder=False, rope=Rope(64, 10000.0)))
+    with pytest.raises(ValueError, match="turns 64 channels, and this layer's keys have 32"):
+        cache.update_and_fetch(mx.zeros((1, 2, 3, 32)), mx.zeros((1, 2, 3, 32)))
+
+
 FACTS = {"Otto Shaw": "4876", "Clara Pole": "3159", "Hugh Frost": "9024", "Ruth Lane": "5502"}
 
 

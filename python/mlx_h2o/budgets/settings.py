@@ -182,6 +182,10 @@ class CacheSettings:
                 f"centres are for (KV heads, key width) {self.centres.keys}; this layer has "
                 f"{(heads, width)}."
             )
+        if self.rope is not None and self.rope.dims > width:
+            raise ValueError(
+                f"The rope turns {self.rope.dims} channels, and this layer's keys have {width}."
+            )
         if self.frame is not None and self.frame.centre.shape != (heads, width):
             raise ValueError(
                 f"frame is for (KV heads, key width) {self.frame.centre.shape}; this layer has "
