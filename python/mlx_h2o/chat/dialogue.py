@@ -18,6 +18,7 @@ from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.chat.kept_tokens import remembered, token_texts
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
+from mlx_h2o.model_caches.trained_length import past_training
 from mlx_h2o.storage.pins import Span
 
 #: Name of the metadata entry that lists the tokens read.
@@ -206,6 +207,10 @@ class Dialogue:
             "evicted": sum(layer.evicted for layer in layers) // len(layers),
             "pinned": sum(end - first for first, end in layers[0].pins),
         }
+
+    def past_training(self) -> str | None:
+        """What to say where the conversation is longer than what the model was trained for."""
+        return past_training(self._model, self.cache)
 
     # -- files ------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class Talk:
         self, dialogue: Dialogue, args: argparse.Namespace, sampler: Callable[[mx.array], mx.array]
     ):
         self._dialogue, self._args, self._sampler = dialogue, args, sampler
-        self._last = ""
+        self._last, self._is_long = "", False
         self._commands: dict[str, Callable[[str], None]] = {
             "help": lambda _: print(HELP),
             "pin": self._pin,
@@ -164,6 +164,10 @@ class Talk:
         print()
         if self._args.status:
             print(self._status(speed))
+        said = self._dialogue.past_training()
+        if said is not None and not self._is_long:
+            print(f"[{said}]")
+        self._is_long = said is not None
 
     def _status(self, speed: float) -> str:
         now = self._dialogue.status()

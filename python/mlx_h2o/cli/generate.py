@@ -36,6 +36,7 @@ from mlx_h2o.cli.options import (
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.model_caches.trained_length import past_training
 
 DEFAULT_MAX_KV_SIZE = 512
 
@@ -144,6 +145,8 @@ def run(args: argparse.Namespace) -> None:
             print(response.text, end="", flush=True)
     if not args.json:
         print(flush=True)
+    if (said := past_training(model, cache)) is not None:
+        print(said, file=sys.stderr)
     report = closing_report(cache, response) | {"text": text, "tokens": tokens}
     if args.save_prompt_cache is not None:
         write_kept(
@@ -187,7 +190,7 @@ def given_options(args: argparse.Namespace) -> bool:
     """Whether any option describes the memory."""
     names = (
         "max_kv_size conversation_memory policy sink recent evict_every unit set no_remainder "
-        "budgets kv_bits k_bits v_bits recent_bits kv_group_size"
+        "positions budgets kv_bits k_bits v_bits recent_bits kv_group_size"
     )
     return any(getattr(args, name) not in (None, False, []) for name in names.split())
 

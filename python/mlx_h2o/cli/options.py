@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.byte_size import USUAL_CONTEXT, memory_size
-from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES, ModelSettings
+from mlx_h2o.budgets.settings import DEFAULT_POLICY, POSITIONS, PROFILES, ModelSettings
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import DEFAULT_MODEL, EMBEDDED_MODEL, load
 from mlx_h2o.model_caches.make import bounded_caches
@@ -39,6 +39,7 @@ OPTION_OF = {
     "recent_bits": "--recent-bits",
     "undo": "--undo",
     "budgets": "--budgets",
+    "positions": "--positions",
 }
 
 
@@ -121,6 +122,11 @@ def add_cache_options(
     group.add_argument(
         "--no-remainder", action="store_true", help="keep no remainder of the evicted tokens"
     )
+    group.add_argument(
+        "--positions", choices=POSITIONS, metavar="HOW",
+        help='"rolling": tokens are seen without the gaps of evicted ones, for conversations '
+        "longer than the model was trained for; without remainder and bits (default: absolute)",
+    )  # fmt: skip
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
     )
@@ -295,7 +301,8 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         max_bytes=args.conversation_memory,
         context=args.context,
         policy=args.policy,
-        remainder=not args.no_remainder,
+        remainder=keeps_remainder(args),
+        positions=args.positions or "absolute",
         budgets=args.budgets,
         bits=args.kv_bits,
         k_bits=args.k_bits,
@@ -307,6 +314,11 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         spill=args.spill,
         **policy_settings(args),
     )
+
+
+def keeps_remainder(args: argparse.Namespace) -> bool:
+    """Whether caches have a remainder, which rolling positions do without."""
+    return not args.no_remainder and args.positions != "rolling"
 
 
 def bounded_cache(model: nn.Module, settings: ModelSettings) -> list[Any]:

@@ -17,6 +17,7 @@ from mlx_lm.server import ResponseGenerator
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.unread import unread
+from mlx_h2o.model_caches.trained_length import past_training
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.batches import AccountedBatch
@@ -73,6 +74,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._batch: ReferenceType[AccountedBatch] | None = None
         self.slots = 0.0  # tokens that all running caches hold, mean over layers
         self.health, self.grammars = Health(), Grammars()
+        self._said_long = False  # that a conversation is longer than the model was trained for
         self._answers: dict[Ticket, Answers] = {}  # by the tickets of all admitted requests
         super().__init__(provider, conversations)  # type: ignore[arg-type]
 
@@ -200,6 +202,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """Note the last step of such a request."""
         if self.conversations.ticket is not None:
             self.conversations.ticket.unread = unread(cache)
+        self._look_at_length(cache)
 
     def _serve_single(self, request: Any, *args: Any) -> None:
         """As in mlx-lm, for requests that cannot be batched."""
@@ -261,6 +264,14 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """These caches were copied midway."""
         self.conversations.snapped(cache)
 
+    def _look_at_length(self, cache: list[Any]) -> None:
+        """Warn once of a conversation that is longer than what the model was trained for."""
+        model = self.provider.model
+        said = None if self._said_long or model is None else past_training(model, cache)
+        if said is not None:
+            self._said_long = True
+            logging.warning("A conversation is long: %s", said)
+
     def ended(self, ticket: Ticket, cache: list[Any] | None) -> None:
         """A request's sequence left the batch."""
         self._answers.pop(ticket, None)
@@ -270,6 +281,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             self.metrics.observe("unread_share", text, ticket.unread)
         if cache is not None:
             self.conversations.came_of(cache, ticket)
+            self._look_at_length(cache)
             seconds = time.monotonic() - ticket.admitted
             self.metrics.count(
                 "evicted_tokens", "Tokens evicted, mean over heads.", _evicted(cache)
