@@ -3,6 +3,7 @@
 import copy
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -97,6 +98,20 @@ def test_the_remainder_stands_for_exactly_the_rows_that_are_absent(tmp_path, sto
         anew = Remainder.empty(1, 1, WIDTH, WIDTH).fold(keys, values)
         for name, array in remainder.heads(head, head + 1).arrays.items():
             assert mx.allclose(array, anew.arrays[name], rtol=1e-3, atol=1e-4), (head, name)
+
+
+def test_between_returns_the_kernels_keep_the_rows(tmp_path):
+    """A decoder that is taken back at each step copies all slots for the next."""
+    cache = cache_of(tmp_path, bits=6)
+    attended(cache, *rows_of(64, 1))
+    decoders = []
+    for i in range(3 * OFTEN.every):
+        attended(cache, *rows_of(1, i + 2))
+        decoders.append(cache.layer.memory.decoder)
+    assert cache.back.returned > 0
+    assert None not in decoders, "fused steps need the CPU kernels"
+    changed = sum(a is not b for a, b in pairwise(decoders))
+    assert changed <= 3
 
 
 def test_taking_rows_out_of_a_remainder_undoes_folding_them_in():

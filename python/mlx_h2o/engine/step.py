@@ -70,7 +70,7 @@ def _bring_back(layer: Layer, back: Returning, call: AttentionCall, k: mx.array)
     """Let evicted rows come back if it is time, and note the queries for the next time."""
     if is_due(back, layer, k.shape[2]):
         bring_back(layer, call, k)
-    back.note(call.q, layer.store.heads)
+    back.note(call.q, layer.memory.plan.heads)  # `store` would take the arrays back
 
 
 def grow(layer: Layer, length: int) -> None:

@@ -126,6 +126,18 @@ import Testing
         #expect(caches.notices.map(\.subject) == [.positions])
     }
 
+    /// As the iPhone guide has it: evicted rows come back to a long conversation.
+    @Test func rowsComeBack() throws {
+        let model = try H2OModels.load(folder: GoldenReplay.embeddedModel, dtype: .float32)
+        let configuration = try H2OConfiguration(
+            budget: .tokens(64), remainder: false, positions: .rolling(), spill: H2OSpill())
+        let caches = try configuration.caches(for: model)
+        _ = try ModelTests.generated(model, caches, prompt: 600, tokens: 70)
+        let bounded = caches.compactMap { $0 as? H2OKVCache }
+        #expect(bounded.allSatisfy { $0.spillFailure == nil && $0.failure == nil })
+        #expect(bounded.reduce(0) { $0 + $1.rowsReturned } > 0)
+    }
+
     @Test func aFileRemembersTheRope() throws {
         let file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
