@@ -17,6 +17,8 @@ others ("own", "shared", "none") are not rounded.
 With `--chosen` every head has the number of digests that has the least error of the head's output
 over the bundled calibration text, each in the bytes of the head's slots by its profile. All
 candidates read the full cache's queries, keys and values side by side, as a calibration's trials.
+With `--priced` all heads' digests take their bytes from all heads' slots: a head has as many as
+save more loss than their slots would.
 
 Sources: pages of neighbouring tokens with mean keys, as in ArkVale
 (https://openreview.net/forum?id=4oAt5L4lYe) and InfLLM (https://arxiv.org/abs/2402.04617).
@@ -33,13 +35,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.budgets.profile import SMALLEST_BUDGET
+from mlx_h2o.budgets.allocation import Curve, loss_at
+from mlx_h2o.budgets.profile import SMALLEST_BUDGET, Profile
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.integration.recorder import (
     HeadWeights,
@@ -84,6 +88,7 @@ class Digests:
             (shared; packed: with means stored as rows are), or none, which is the first order.
         bits: Bits of packed means.
         chosen: Each head's number, `[layers][H]`, or None for `count` in all.
+        rule: How numbers are chosen, in words.
     """
 
     count: int = 1
@@ -91,10 +96,11 @@ class Digests:
     spread: str = OWN
     bits: int = 8
     chosen: Counts | None = None
+    rule: str = ""
 
     def __str__(self) -> str:
         if self.chosen is not None:
-            return f"chosen for each head, {self.joins}, variances: {self.spread}"
+            return f"chosen {self.rule}, {self.joins}, variances: {self.spread}"
         if self.count == 1:
             return "one remainder"
         return f"{self.count} digests, {self.joins}, variances: {self.spread}"
@@ -124,7 +130,7 @@ class DigestTrial(Trial):
             form: How packed means are stored.
         """
         B, H, R, D = self.mean_key.shape
-        M, Dv = int(counts.max().item()), self.mean_value.shape[-1]
+        M, Dv = cast(int, counts.max().item()), self.mean_value.shape[-1]
         self.counts = mx.zeros((B, H, R, M))
         self.keys_of, self.spread = (mx.zeros((B, H, R, M, D)) for _ in range(2))
         self.values_of = mx.zeros((B, H, R, M, Dv))
@@ -238,7 +244,7 @@ class Choosing(LookingCache):
     Args:
         budgets: Slots of each head and candidate, `[H, R]`.
         saturation: t of each head and candidate, `[H, R]`.
-        tried: The candidates, R.
+        of: The digests; `CANDIDATES`, R, are their numbers.
         form: How packed means are stored.
         watcher: Sees the blocks.
         found: Gets the layer's errors, `[H, R]`.
@@ -248,26 +254,26 @@ class Choosing(LookingCache):
         self,
         budgets: np.ndarray,
         saturation: np.ndarray,
-        tried: Sequence[Digests],
+        of: Digests,
         form: RowFormat,
         watcher: Watcher,
         found: list[np.ndarray],
     ):
         self.budgets = mx.array(budgets, mx.int32)
         self.saturation = mx.array(saturation, mx.float32)
-        self.tried, self.form, self.watcher, self.found = tried, form, watcher, found
+        self.of, self.form, self.watcher, self.found = of, form, watcher, found
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         out = full_attention(call.q, keys, values, call.scale, call.sinks)
         B, H, T, D = keys.shape
         weights = HeadWeights.of(self.watcher, out, H)
-        R = len(self.tried)
+        R = len(CANDIDATES)
         budgets, saturation, counts = (
             mx.broadcast_to(of, (B, H, R))
-            for of in (self.budgets, self.saturation, mx.array([one.count for one in self.tried]))
+            for of in (self.budgets, self.saturation, mx.array(CANDIDATES))
         )
         trial = DigestTrial(budgets, saturation, [SALIENT_PACKED], T, (D, values.shape[-1]))
-        trial.digesting(self.tried[:1], counts, self.form)
+        trial.digesting([self.of], counts, self.form)
         q = (call.q * call.scale).reshape(B, H, -1, T, D)
         total = mx.zeros((H, R))
         for t in range(T):
@@ -283,41 +289,103 @@ class Choosing(LookingCache):
         return out
 
 
-def chosen(
-    of: Digests,
-    model: nn.Module,
-    passes: mx.array,
-    budgets: Counts,
-    orders: Sequence[Sequence[float]],
-    forms: Sequence[RowFormat],
-) -> tuple[Digests, list[list[int]]]:
-    """The numbers of digests with the least error over a text, and the slots that are left.
+@dataclass(frozen=True)
+class Choice:
+    """Chooses each head's number of digests by the errors of its output over a text.
 
-    Args:
-        of: The digests; their number is chosen.
+    Attributes:
         model: A model.
+        profile: The model's profile, by which slots are shared out.
         passes: Token ids of the text, `[n, T]`.
-        budgets: Slots of each layer's KV heads, `[layers][H]`, of which digests take theirs.
-        orders: t of each head's remainder, `[layers][H]`.
         forms: How each layer's packed means are stored.
     """
-    tried = [replace(of, count=count) for count in CANDIDATES]
-    width = model.args.head_dim
-    taken = np.array([-(-one.extra_bytes(width) // row_bytes(width)) for one in tried])
-    left = [np.array(layer)[:, None] - taken for layer in budgets]
-    watcher, errors = Watcher(), list[np.ndarray]()
 
-    def looking(i: int) -> Choosing:
-        t = np.repeat(np.array(orders[i])[:, None], len(tried), axis=1)
-        return Choosing(np.maximum(left[i], SMALLEST_BUDGET), t, tried, forms[i], watcher, errors)
+    model: nn.Module
+    profile: Profile
+    passes: mx.array
+    forms: Sequence[RowFormat]
 
-    mx.eval(looked_through(model, passes, watcher, looking))
-    counts, slots = [], []
-    for error, layer in zip(errors, left, strict=True):
-        best = np.where(layer >= SMALLEST_BUDGET, error, np.inf).argmin(axis=1)
-        counts.append(np.array(CANDIDATES)[best].tolist())
-        slots.append(np.take_along_axis(layer, best[:, None], axis=1)[:, 0].tolist())
-    return replace(of, chosen=counts), slots
+    def in_own_bytes(self, of: Digests, mean: int) -> tuple[Digests, Setting]:
+        """The number with the least error in the head's own bytes.
+
+        Args:
+            of: The digests; their number is chosen.
+            mean: Slots of a head, on average, of which digests take theirs.
+        """
+        budgets = self.profile.budgets(mean)
+        left = [np.array(layer)[:, None] - self._taken(of) for layer in budgets]
+        errors = self._errors(of, [np.maximum(slots, SMALLEST_BUDGET) for slots in left], budgets)
+        best = [
+            np.where(slots >= SMALLEST_BUDGET, error, np.inf).argmin(axis=1)
+            for error, slots in zip(errors, left, strict=True)
+        ]
+        slots = [
+            np.take_along_axis(s, b[:, None], 1)[:, 0] for s, b in zip(left, best, strict=True)
+        ]
+        return self._setting(replace(of, rule="in each head's bytes"), best, slots, budgets)
+
+    def by_price(self, of: Digests, mean: int) -> tuple[Digests, Setting]:
+        """The number that saves more than its slots would in the heads that lack slots most.
+
+        A head's errors, all with the same slots, are in proportion to its loss by the profile. A
+        slot's price is the loss that the last eighth of all slots saves.
+
+        Args:
+            of: The digests; their number is chosen.
+            mean: Slots of a head, on average, of which all heads' digests take theirs.
+        """
+        budgets, taken = self.profile.budgets(mean), self._taken(of)
+        errors = self._errors(
+            of, [np.outer(layer, np.ones_like(taken)) for layer in budgets], budgets
+        )
+        T, heads = self.passes.shape[1], sum(map(len, budgets))
+        fewer = self.profile.budgets(mean - mean // 8)
+        bought = self.profile.wanted_upto(T)
+        price = (_loss(bought, fewer).sum() - _loss(bought, budgets).sum()) / (mean // 8 * heads)
+        losses = iter(_loss(self.profile.curves_upto(T), budgets))
+        best = []
+        for error in errors:
+            parts = error / np.maximum(error[:, :1], np.finfo(np.float32).tiny)
+            loss = np.array([next(losses) for _ in error])[:, None]
+            best.append((loss * parts + price * taken).argmin(axis=1))
+        spent = sum(int(taken[numbers].sum()) for numbers in best)
+        left = self.profile.budgets(mean - -(-spent // heads))
+        return self._setting(replace(of, rule="by a slot's price"), best, left, left)
+
+    def _taken(self, of: Digests) -> np.ndarray:
+        """Slots that each candidate takes."""
+        width = self.model.args.head_dim
+        tried = [replace(of, count=count) for count in CANDIDATES]
+        return np.array([-(-one.extra_bytes(width) // row_bytes(width)) for one in tried])
+
+    def _errors(
+        self, of: Digests, slots: Sequence[np.ndarray], budgets: Counts
+    ) -> list[np.ndarray]:
+        """Each layer's errors `[H, R]` with so many slots, by the order that budgets have."""
+        watcher, found = Watcher(), list[np.ndarray]()
+        orders = self.profile.saturation(budgets)
+
+        def looking(i: int) -> Choosing:
+            t = np.outer(orders[i], np.ones(len(CANDIDATES)))
+            return Choosing(slots[i], t, of, self.forms[i], watcher, found)
+
+        mx.eval(looked_through(self.model, self.passes, watcher, looking))
+        return found
+
+    def _setting(
+        self, of: Digests, best: Sequence[np.ndarray], slots: Sequence[Any], budgets: Counts
+    ) -> tuple[Digests, Setting]:
+        """The digests with their chosen numbers, and a setting with them."""
+        made = replace(of, chosen=[[CANDIDATES[i] for i in layer] for layer in best])
+        orders = self.profile.saturation(budgets)
+        return made, Setting(str(made), [list(map(int, s)) for s in slots], orders, SALIENT_PACKED)
+
+
+def _loss(curves: tuple[Sequence[int], Sequence[Curve]], slots: Counts) -> np.ndarray:
+    """Each head's loss with its slots `[layers][H]`, one head after the other."""
+    grid, heads = curves
+    flat = [b for layer in slots for b in layer]
+    return np.array([loss_at(grid, curve, b) for curve, b in zip(heads, flat, strict=True)])
 
 
 def row_bytes(width: int) -> int:
@@ -331,23 +399,21 @@ def main() -> None:
     model, tokenizer = loaded(args.model)
     T, profile, width = args.tokens, profile_of(model), model.args.head_dim
     samples = samples_of(tokenizer.encode(args.text.read_text()), args.samples, T, None)
-    passes = calibration_passes(tokenizer, args.passes, T) if args.chosen else None
+    passes = calibration_passes(tokenizer, args.passes, T)
     forms = [RowFormat(args.means, args.means, frame=frame) for frame in shipped_frames(model, T)]
+    choice = Choice(model, profile, passes, forms)
+    rules = [choice.in_own_bytes] * args.chosen + [choice.by_price] * args.priced
     kinds = [Digests(1, how, spread, args.means) for how in args.joins for spread in args.spread]
     fixed = [replace(kind, count=count) for kind in kinds for count in args.counts]
     for part in args.parts:
         given = T // part * 2 * width * PLAIN_BITS // 8
-        settings, digests = [Setting("full cache")], [Digests()]
+        tried = [(Digests(), Setting("full cache"))]
         for one in [Digests(), *fixed]:
             budgets = profile.budgets((given - one.extra_bytes(width)) // row_bytes(width))
-            settings.append(Setting(str(one), budgets, profile.saturation(budgets), SALIENT_PACKED))
-            digests.append(one)
-        budgets = profile.budgets(given // row_bytes(width))
-        orders = profile.saturation(budgets)
-        for kind in kinds if passes is not None else []:
-            one, slots = chosen(kind, model, passes, budgets, orders, forms)
-            settings.append(Setting(str(one), slots, orders, SALIENT_PACKED))
-            digests.append(one)
+            orders = profile.saturation(budgets)
+            tried.append((one, Setting(str(one), budgets, orders, SALIENT_PACKED)))
+        tried += [rule(kind, given // row_bytes(width)) for rule in rules for kind in kinds]
+        digests, settings = zip(*tried, strict=True)
         caches = [DigestCache(settings, digests, form, i, T) for i, form in enumerate(forms)]
         nll, far = side_by_side(model, samples, caches, len(settings), T // 4)
         print(f"\n| {args.model}, 1/{part} | slots | loss | divergence, 0.001 nats |")
@@ -384,6 +450,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--joins", nargs="+", default=[NEAREST], choices=[AGE, NEAREST])
     made.add_argument("--spread", nargs="+", default=[OWN], choices=[OWN, SHARED, NONE, PACKED])
     made.add_argument("--chosen", action="store_true", help="numbers of digests for each head, too")
+    made.add_argument("--priced", action="store_true", help="numbers by the price of a slot, too")
     made.add_argument("--passes", type=int, default=2, help="of the text by which they are chosen")
     made.add_argument(
         "--means", type=int, default=8, choices=[5, 6, 8], help="bits of packed means"
