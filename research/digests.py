@@ -446,7 +446,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=1024)
     made.add_argument("--samples", type=int, default=4)
     made.add_argument("--parts", type=int, nargs="+", default=[8, 16], help="of the bytes")
-    made.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8], help="digests of a head")
+    made.add_argument("--counts", type=int, nargs="*", default=[2, 4, 8], help="digests of a head")
     made.add_argument("--joins", nargs="+", default=[NEAREST], choices=[AGE, NEAREST])
     made.add_argument("--spread", nargs="+", default=[OWN], choices=[OWN, SHARED, NONE, PACKED])
     made.add_argument("--chosen", action="store_true", help="numbers of digests for each head, too")
