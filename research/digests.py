@@ -82,7 +82,7 @@ class Digests:
     """How a head's evicted tokens answer.
 
     Attributes:
-        count: Digests of a head; the most of any head if `chosen`.
+        count: Digests of a head, unless numbers are chosen.
         joins: `AGE` or `NEAREST`.
         spread: Which variances the second order has: each digest's own, one mean of all digests'
             (shared; packed: with means stored as rows are), or none, which is the first order.
