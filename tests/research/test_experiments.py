@@ -27,7 +27,7 @@ RUNS = {
         (TEXT, *MODEL, *PAIR, "--parts", "4", "--counts", "3", "--joins", "by age", "nearest"),
         "| 3 digests, nearest, variances: own |",
     ),
-    "digests --chosen": (
+    "digests --priced": (
         (
             *(TEXT, *MODEL, *PAIR, "--parts", "4", "--counts", "3", "--spread", "packed"),
             *("--priced", "--passes", "1"),
