@@ -27,6 +27,13 @@ RUNS = {
         (TEXT, *MODEL, *PAIR, "--parts", "4", "--counts", "3", "--joins", "by age", "nearest"),
         "| 3 digests, nearest, variances: own |",
     ),
+    "digests --priced": (
+        (
+            *(TEXT, *MODEL, *PAIR, "--parts", "4", "--counts", "3", "--spread", "packed"),
+            *("--priced", "--passes", "1"),
+        ),
+        "| heads |",
+    ),
     "distilling": (
         (TEXT, *MODEL, *PAIR, "--parts", "4", "--steps", "2"),
         f"| {EMBEDDED_MODEL} | 1/4 | 2 |",
