@@ -49,7 +49,7 @@ def copied(written: Path, tmp_path: Path) -> Path:
 
 
 def test_the_files_are_whole_and_small(golden: manifest.Golden) -> None:
-    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 9_600_000
+    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 9_700_000
     assert {case.group for case in golden.cases} == set(GROUPS)
     for case in golden.cases:
         assert golden.of(case, "out"), case.name

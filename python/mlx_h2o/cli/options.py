@@ -122,11 +122,7 @@ def add_cache_options(
     group.add_argument(
         "--no-remainder", action="store_true", help="keep no remainder of the evicted tokens"
     )
-    group.add_argument(
-        "--positions", choices=POSITIONS, metavar="HOW",
-        help='"rolling": tokens are seen without the gaps of evicted ones, for conversations '
-        "longer than the model was trained for; without remainder and bits (default: absolute)",
-    )  # fmt: skip
+    _add_positions_option(group)
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
     )
@@ -140,6 +136,15 @@ def add_cache_options(
         metavar="N",
         help="last tokens that can be taken back, for speculative decoding (default: %(default)s)",
     )
+
+
+def _add_positions_option(group: argparse._ArgumentGroup) -> None:
+    """Add the option of the positions at which queries see the kept tokens."""
+    group.add_argument(
+        "--positions", choices=POSITIONS, metavar="HOW",
+        help='"rolling": tokens are seen without the gaps of evicted ones, for conversations '
+        "longer than the model was trained for; without remainder and bits (default: absolute)",
+    )  # fmt: skip
 
 
 def _add_spill_option(group: argparse._ArgumentGroup) -> None:

@@ -155,13 +155,10 @@ def salient() -> Iterator[tuple[str, Parameters]]:
 
 def rolling() -> Iterator[tuple[str, Parameters]]:
     """Cases whose queries see the kept keys at positions without gaps."""
-    for name in ("salient", "distinct", "h2o", "streaming"):
-        policy = parameters_of(make_policy(name, sink=2, recent=0.25))
-        for turned, rope in ROPES.items():
-            cache = {"budgets": RAGGED, "remainder": False, "rope": rope}
-            yield f"{name}-rolling{turned}", {"policy": policy, "cache": cache}
-    batch = {"policy": parameters_of(make_policy("h2o", sink=2, recent=0.25)), "batch": 2}
-    yield "h2o-rolling-batch", {**batch, "cache": {**cache, "budgets": UNIFORM}}
+    policy = parameters_of(make_policy("salient", sink=2, recent=0.25))
+    for turned, rope in ROPES.items():
+        cache = {"budgets": RAGGED, "remainder": False, "rope": rope}
+        yield f"salient-rolling{turned}", {"policy": policy, "cache": cache}
 
 
 def cases() -> Iterator[tuple[str, Parameters]]:
