@@ -144,11 +144,13 @@ class HeadWants {
   std::vector<float> digested(const Digests& digests, int first, int pages) const {
     const int width = digests.width;
     std::vector<float> keys;
+    keys.reserve(size_t(pages) * kPage * width);
     std::vector<int64_t> at;
     for (int page = 0; page < pages; ++page) {
       for (int i = 0; i < kPage; ++i) at.push_back((first + page) * kPage + i);
       const int8_t* const stored = digests.keys(page);
-      for (int i = 0; i < kPage * width; ++i) keys.push_back(digests.scale(page) * stored[i]);
+      const float scale = digests.scale(page);
+      for (int i = 0; i < kPage * width; ++i) keys.push_back(scale * stored[i]);
     }
     if (!layer_.settings.rope) return keys;
     const mx::Shape shape{1, 1, int(at.size()), width};
