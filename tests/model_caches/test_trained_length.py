@@ -4,6 +4,7 @@ import re
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o.chat.dialogue import Dialogue
@@ -35,8 +36,11 @@ def test_it_is_said_from_the_first_token_beyond(loaded, tokens, settings, said):
         assert found.startswith("2,049 tokens are more than the 2,048 ")
 
 
-def test_a_model_that_does_not_tell_is_left_alone(loaded):
+def test_what_is_not_bounded_or_not_told_is_left_alone(loaded):
     model, _ = loaded
+    plain = stock_prompt_cache(model)
+    model(mx.ones((1, TRAINED + 1), mx.int32), cache=plain)
+    assert past_training(model, plain) is None
     cache = mlx_h2o.make_prompt_cache(model, 64)
     model(mx.ones((1, TRAINED + 1), mx.int32), cache=cache)
     trained = model.args.max_position_embeddings

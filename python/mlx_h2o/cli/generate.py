@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
             print(response.text, end="", flush=True)
     if not args.json:
         print(flush=True)
-    if (said := past_training(model, cache)) is not None:
+    if args.verbose and (said := past_training(model, cache)) is not None:
         print(said, file=sys.stderr)
     report = closing_report(cache, response) | {"text": text, "tokens": tokens}
     if args.save_prompt_cache is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_h2o.caches.conversation import bounded_entries
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.integration.recorder import trained_context
 
 
@@ -22,7 +23,8 @@ def past_training(model: nn.Module, cache: Sequence[Any]) -> str | None:
         A sentence; None where the length is within training, the model does not tell what it was
         trained for, nothing is bounded, or positions roll.
     """
-    trained, bounded = trained_context(model, 0), bounded_entries(cache)
+    trained = trained_context(model, 0)
+    bounded = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
     tokens = max((entry.offset for entry in bounded), default=0)
     if not trained or tokens <= trained or all(entry.settings.rope for entry in bounded):
         return None
