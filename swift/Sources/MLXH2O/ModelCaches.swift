@@ -75,7 +75,8 @@ extension H2OConfiguration {
                     + "tokens do not go on answering.")
             return try forgetful.caches(for: model, plain: plain, trial: trial, notices + [notice])
         }
-        var settings = try settings(of: bounded, in: model, policy, attends).makeIterator()
+        let rope = positions == .absolute ? nil : try trial.rope.get()
+        var settings = try settings(of: bounded, in: model, policy, attends, rope).makeIterator()
         let share = PressureShare(pressure, PressureAgreement())
         let told = try notices + unmet(by: model, bounded, policy, attends)
         var files = try spilledLayers(bounded, of: model, attends)?.makeIterator()
@@ -145,14 +146,15 @@ extension H2OConfiguration {
 
     /// What the cache of each bounded layer is to be.
     private func settings(
-        of kinds: [LayerKind], in model: any LanguageModel, _ policy: any H2OPolicy, _ attends: Bool
+        of kinds: [LayerKind], in model: any LanguageModel, _ policy: any H2OPolicy,
+        _ attends: Bool,
+        _ rope: H2ORope?
     ) throws -> [CacheSettings] {
         let unit = policy.options.unit
         let profile = try attends ? profile(of: model, kinds) : nil
         let shared = unit == .layer ? nil : profile
         let kinds = attends ? filed(kinds, returningTo: profile?.retrievalHeads) : kinds
         let own = try sized(for: kinds, by: shared, policy: policy)
-        let rope = try rope(of: model, attends: attends)
         return try own.settings(of: kinds, profile, policy, attends, rope)
     }
 
@@ -253,47 +255,5 @@ extension H2OConfiguration {
         )
         if case .profile(let profile) = headBudgets { try profile.require(identity) }
         return candidates.first { $0.model.difference(from: identity) == nil }
-    }
-
-    /// What a step with these caches tells, which are of no use afterwards.
-    func trial(of model: any LanguageModel, with plain: [any KVCache]) throws -> TrialResult {
-        let members = placedMembers(of: plain).map(\.cache)
-        // Caches of other kinds are what the model takes them for, and cannot be watched.
-        let trials = members.map { cache in
-            type(of: cache) == KVCacheSimple.self || type(of: cache) == RotatingKVCache.self
-                ? TrialCache(maxSize: cache.maxSize) : nil
-        }
-        let tried = trials.compactMap { $0 }.filter { $0.maxSize == nil }
-        guard !tried.isEmpty else {
-            return TrialResult(kinds: members.map { _ in nil }, mayShareMasks: false)
-        }
-        let caches = replacingMembers(of: plain, with: zip(members, trials).map { $1 ?? $0 })
-        let output = model(
-            LMInput.Text(tokens: MLXArray([0] as [Int32], [1, 1])), cache: caches, state: nil)
-        eval(output.logits)
-        let name = String(describing: type(of: model))
-        if tried.contains(where: \.isWindowed) {
-            throw H2OError.partial(
-                "\(name) masks a sliding window over a full cache, which a bounded cache cannot serve."
-            )
-        }
-        if tried.contains(where: \.isRead) {
-            throw H2OError.partial(
-                "\(name) reads the rows of its caches by itself, which a bounded cache cannot serve."
-            )
-        }
-        let stock = tried.contains { $0.kind?.attends == false }
-        if stock && !tried.contains(where: \.isAskedForMasks) {
-            throw H2OError.partial(
-                "\(name) makes its masks without asking its caches, which a bounded cache cannot "
-                    + "serve.")
-        }
-        let windows = trials.compactMap { $0 }.filter { $0.maxSize != nil }
-        // A state of fixed size has no rows to mask.
-        let unwatched = zip(members, trials).contains { $1 == nil && !($0 is ArraysCache) }
-        return TrialResult(
-            kinds: trials.map { $0?.maxSize == nil ? $0?.kind : nil },
-            mayShareMasks: unwatched
-                || !windows.isEmpty && !windows.contains(where: \.isAskedForMasks))
     }
 }

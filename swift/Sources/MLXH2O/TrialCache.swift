@@ -41,6 +41,8 @@ struct TrialResult {
     /// Whether a mask that a plain cache makes may be given to a layer with a cache of another kind,
     /// which holds other rows.
     let mayShareMasks: Bool
+    /// The RoPE of the keys where positions are to roll, or why they cannot.
+    let rope: Result<H2ORope?, any Error>
 }
 
 /// A cache for one step, in the place of a plain one or of a window, that notes what the model does
@@ -112,5 +114,53 @@ final class TrialCache: H2OAttendingKVCache {
         isAskedForMasks = true
         isWindowed = isWindowed || windowSize != nil
         return .none
+    }
+}
+
+extension H2OConfiguration {
+    /// What a step with these caches tells, which are of no use afterwards.
+    func trial(of model: any LanguageModel, with plain: [any KVCache]) throws -> TrialResult {
+        let members = placedMembers(of: plain).map(\.cache)
+        // Caches of other kinds are what the model takes them for, and cannot be watched.
+        let trials = members.map { cache in
+            type(of: cache) == KVCacheSimple.self || type(of: cache) == RotatingKVCache.self
+                ? TrialCache(maxSize: cache.maxSize) : nil
+        }
+        let tried = trials.compactMap { $0 }.filter { $0.maxSize == nil }
+        guard !tried.isEmpty else {
+            return TrialResult(
+                kinds: members.map { _ in nil }, mayShareMasks: false, rope: .success(nil))
+        }
+        let caches = replacingMembers(of: plain, with: zip(members, trials).map { $1 ?? $0 })
+        let output = model(
+            LMInput.Text(tokens: MLXArray([0] as [Int32], [1, 1])), cache: caches, state: nil)
+        eval(output.logits)
+        let name = String(describing: type(of: model))
+        if tried.contains(where: \.isWindowed) {
+            throw H2OError.partial(
+                "\(name) masks a sliding window over a full cache, which a bounded cache cannot serve."
+            )
+        }
+        if tried.contains(where: \.isRead) {
+            throw H2OError.partial(
+                "\(name) reads the rows of its caches by itself, which a bounded cache cannot serve."
+            )
+        }
+        let stock = tried.contains { $0.kind?.attends == false }
+        if stock && !tried.contains(where: \.isAskedForMasks) {
+            throw H2OError.partial(
+                "\(name) makes its masks without asking its caches, which a bounded cache cannot "
+                    + "serve.")
+        }
+        let windows = trials.compactMap { $0 }.filter { $0.maxSize != nil }
+        // A state of fixed size has no rows to mask.
+        let unwatched = zip(members, trials).contains { $1 == nil && !($0 is ArraysCache) }
+        let kinds = trials.map { $0?.maxSize == nil ? $0?.kind : nil }
+        let attends = kinds.compactMap { $0 }.allSatisfy(\.attends)
+        return TrialResult(
+            kinds: kinds,
+            mayShareMasks: unwatched
+                || !windows.isEmpty && !windows.contains(where: \.isAskedForMasks),
+            rope: Result { try rope(of: model, attends: attends) })
     }
 }

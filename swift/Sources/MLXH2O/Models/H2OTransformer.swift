@@ -58,7 +58,7 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
         }
     }
 
-    /// None where the configuration scales positions.
+    /// None where the configuration scales positions, or has heads of a width that no RoPE turns.
     var plainRope: H2ORope? {
         guard configuration.ropeScaling == nil else { return nil }
         return try? H2ORope(

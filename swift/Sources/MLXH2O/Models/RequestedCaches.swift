@@ -35,10 +35,10 @@ extension H2OConfiguration {
         }
     }
 
-    /// Whether this model's positions can be those that are asked for.
-    private func positionsFit(_ model: any LanguageModel, _ trial: TrialResult) -> Bool {
-        let attends = trial.kinds.compactMap { $0 }.allSatisfy(\.attends)
-        return (try? rope(of: model, attends: attends)) != nil || positions == .absolute
+    /// Whether positions are to roll that a model's cannot.
+    private func mustNotRoll(_ trial: TrialResult) -> Bool {
+        guard positions != .absolute, case .failure = trial.rope else { return false }
+        return true
     }
 
     private func nearestCaches(
@@ -57,7 +57,7 @@ extension H2OConfiguration {
                 notice = H2ONotice(
                     subject: .headBudgets,
                     message: "\(message) \(name) goes on with uniform budgets.")
-            case .configuration(let message) where !positionsFit(model, trial):
+            case .configuration(let message) where mustNotRoll(trial):
                 nearest.positions = .absolute
                 notice = H2ONotice(
                     subject: .positions,
