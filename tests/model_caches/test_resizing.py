@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from mlx_h2o import (
     save_prompt_cache,
 )
 from mlx_h2o.budgets.cost import LayerShare, RowWidths, bytes_for_slots, slots_in_proportion
+from mlx_h2o.budgets.profile_data import Measured
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.loading.identity import identity_of
 from tiny_models import TinyLayer, greedy_tokens, prefill, prompt_tokens, tiny_model
@@ -26,13 +28,21 @@ from tiny_models import TinyLayer, greedy_tokens, prefill, prompt_tokens, tiny_m
 SIZES = {"fewer": {"max_size": 30}, "more": {"max_size": 77}, "bytes": {"max_bytes": 30_000}}
 
 
-def profile_of(model: Module) -> Profile:
-    """Every head loses something else."""
-    losses = (
-        ((9.0, 4.0, 1.0, 0.9), (2.0, 1.5, 1.4, 0.1)),
-        ((5.0, 0.5, 0.1, 0.0), (8.0, 7.0, 0.2, 0.0)),
-    )
-    return Profile(identity_of(model, [2, 2], [12, 12]), (16, 32, 64, 128), losses, "by hand")
+GRID = (16, 32, 64, 128)
+LOSSES = (
+    ((9.0, 4.0, 1.0, 0.9), (2.0, 1.5, 1.4, 0.1)),
+    ((5.0, 0.5, 0.1, 0.0), (8.0, 7.0, 0.2, 0.0)),
+)
+
+
+def profile_of(model: Module, echoes: tuple[float, ...] = ()) -> Profile:
+    """Every head loses something else; with `echoes` also where text repeats."""
+    identity = identity_of(model, [2, 2], [12, 12])
+    if not echoes:
+        return Profile(identity, GRID, LOSSES, "by hand")
+    errors = np.array(LOSSES, np.float32).reshape(4, 1, 1, len(GRID))
+    measured = Measured((4.0,), GRID[-1:], errors, echoes=np.array(echoes, np.float32))
+    return Profile.of(identity, GRID, measured, "by hand")
 
 
 def budgets_of(cache: list) -> list[list[int]]:
@@ -42,12 +52,13 @@ def budgets_of(cache: list) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shared", ["by profile", "evenly"])
+@pytest.mark.parametrize("shared", ["by profile", "by its retrieval loss, too", "evenly"])
 @pytest.mark.parametrize("way", ["unused", "in use", "through a file"])
 def test_heads_get_what_a_new_cache_of_this_size_would_give_them(way, shared, size, tmp_path):
-    """To resize every entry alike threw the profile's shares away."""
+    """To resize every entry alike threw the profile's shares away, and its retrieval loss later."""
     model = tiny_model("llama")
-    budgets = profile_of(model) if shared == "by profile" else "uniform"
+    echoes = () if shared == "by profile" else (0.0, 0.0, 1e3, 0.0)
+    budgets = "uniform" if shared == "evenly" else profile_of(model, echoes)
     cache = make_prompt_cache(model, max_size=50, budgets=budgets)
     if way != "unused":
         prefill(model, cache, prompt_tokens(90), 20)

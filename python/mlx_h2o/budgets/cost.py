@@ -116,7 +116,8 @@ class LayerShare:
         heads: KV heads, H.
         widths: The widths of its rows.
         grid: Numbers of slots in the model's profile; empty without a profile.
-        losses: Each KV head's loss at each of them (`Profile.losses`), or empty.
+        losses: Each KV head's loss at each of them by which slots are bought
+            (`Profile.wanted_by_layer`), or empty.
         slots: Slots of each KV head, where the caller gave layers different ones; or empty.
     """
 

@@ -157,6 +157,11 @@ class Profile:
             for curve, echo in each
         ]
 
+    def wanted_by_layer(self) -> list[tuple[tuple[float, ...], ...]]:
+        """The curves by which slots of long conversations are bought, `[layers][H][grid]`."""
+        layers = self._by_layer(self.wanted_upto(self.grid[-1])[1])
+        return [tuple(of_layer) for of_layer in layers]
+
     def retrieval_heads(self) -> list[frozenset[int] | None]:
         """The KV heads of each layer that look far back, for which evicted rows should come back.
 

@@ -156,7 +156,7 @@ def planned(
     if profile is not None:
         shares = [
             replace(share, grid=profile.grid, losses=losses)
-            for share, losses in zip(shares, profile.losses, strict=True)
+            for share, losses in zip(shares, profile.wanted_by_layer(), strict=True)
         ]
     packing, choice = settings.packing, ""
     if settings.chooses_bits and attending:
