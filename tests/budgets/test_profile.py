@@ -9,7 +9,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o._utils.json_arrays import as_text, of_text
 from mlx_h2o.budgets.allocation import capped, scaled
-from mlx_h2o.budgets.profile import ECHO_PART, Profile
+from mlx_h2o.budgets.profile import ECHO_PART, RETURNING_PART, Profile
 from mlx_h2o.budgets.profile_data import Measured, frames_for
 from mlx_h2o.loading.identity import ModelIdentity
 
@@ -201,3 +201,19 @@ def test_the_shipped_profile_shares_out_what_swift_expects():
         assert [cache.settings.filling[-1].budgets for cache in caches] == slots
         means = [[sum(stage.budgets) for stage in cache.settings.filling] for cache in caches]
         assert sum(of_layer[-2] for of_layer in means) > sum(of_layer[-1] for of_layer in means)
+
+
+def test_where_rows_return_the_retrieval_loss_counts_less():
+    made = with_echoes(0, 20.0, 1.0)
+    back = made.where_rows_return()
+    assert back.retrieval_heads() == made.retrieval_heads()
+    assert back.curves_upto(96) == made.curves_upto(96)
+    (_, plain), (_, less), (_, all_of_it) = (
+        made.curves_upto(96),
+        back.wanted_upto(96),
+        made.wanted_upto(96),
+    )
+    added, whole = np.subtract(less, plain), np.subtract(all_of_it, plain)
+    assert np.allclose(added, RETURNING_PART * whole)
+    assert added[1, 0] > 0
+    assert profile().where_rows_return() == profile()

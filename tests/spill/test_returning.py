@@ -9,9 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_h2o import Frame, H2OKVCache, Returns, Spill, load, make_prompt_cache
+from mlx_h2o import Frame, H2OKVCache, Profile, Returns, Spill, load, make_prompt_cache
+from mlx_h2o.budgets.profile import FILE_NAME
 from mlx_h2o.evaluate.recall import recall_task
-from mlx_h2o.loading.load import CALIBRATION_TEXT
+from mlx_h2o.loading.load import CALIBRATION_TEXT, EMBEDDED_MODEL, MODELS
+from mlx_h2o.model_caches.plan import FEWEST_CHOICES
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of
 from mlx_h2o.storage.packed import dense
@@ -269,6 +271,27 @@ def test_policies_without_attention_get_no_rows_back(tmp_path, policy):
     for i, count in enumerate([40, 20, 40]):
         attended(cache, *rows_of(count, i))
     assert cache.back.returned == 0
+
+
+def test_slots_are_bought_with_less_retrieval_loss_where_rows_return(tmp_path):
+    """For models with a profile whose policy sees attention; a file to write to changes nothing."""
+    model, _ = load(EMBEDDED_MODEL)
+    profile = Profile.load(MODELS / "recall-4m" / FILE_NAME)
+
+    def shares(spill, policy="salient"):
+        cache = make_prompt_cache(model, 120, budgets=profile, spill=spill, policy=policy)
+        least = cache[0].policy.least_budget() + FEWEST_CHOICES
+        mean = cache[0].settings.filling[0].beyond
+        slots = [list(entry.settings.filling[-1].budgets) for entry in cache]
+        return slots, mean, least
+
+    back, *size = shares(Spill(tmp_path))
+    assert back == profile.where_rows_return().budgets(*size) != profile.budgets(*size)
+    for without in (None, Spill(tmp_path, returns=None)):
+        slots, *size = shares(without)
+        assert slots == profile.budgets(*size)
+    slots, *size = shares(Spill(tmp_path), "keydiff")  # gets no rows back
+    assert slots == profile.budgets(*size)
 
 
 def test_a_file_that_cannot_be_read_changes_nothing_but_the_warning(tmp_path):

@@ -154,6 +154,8 @@ def planned(
     own = _own_widths(kinds, settings, profile, centres)
     shares = [LayerShare(kind.heads, widths) for kind, widths in zip(kinds, own, strict=True)]
     if profile is not None:
+        if _rows_return(kinds, settings, policy):
+            profile = profile.where_rows_return()
         shares = [
             replace(share, grid=profile.grid, losses=losses)
             for share, losses in zip(shares, profile.wanted_by_layer(), strict=True)
@@ -188,6 +190,13 @@ def planned(
         )
     ]
     return Plan(packing, layers, choice)
+
+
+def _rows_return(kinds: Sequence[LayerKind], settings: ModelSettings, policy: Policy) -> bool:
+    """Whether evicted rows come back to these caches from a file."""
+    if settings.spill is None or settings.spill.returns is None or not policy.needs_attention:
+        return False
+    return all(kind.routed and not kind.derived and kind.sharers == 1 for kind in kinds)
 
 
 def _own_widths(

@@ -16,7 +16,7 @@ struct MeasuredHeads: Sendable, Equatable {
     let packing: [Int: [Double]]
     /// Each head's error where a stretch of text comes again whose first coming it does not hold; nil
     /// where that was not measured.
-    let echoes: [Double]?
+    var echoes: [Double]?
     /// Elements of those that shared a scale.
     let groupSize: Int
     /// Of the policy that ran.

@@ -151,9 +151,11 @@ extension H2OConfiguration {
         _ rope: H2ORope?
     ) throws -> [CacheSettings] {
         let unit = policy.options.unit
-        let profile = try attends ? profile(of: model, kinds) : nil
+        let measured = try attends ? profile(of: model, kinds) : nil
+        let kinds = attends ? filed(kinds, returningTo: measured?.retrievalHeads) : kinds
+        let rowsReturn = policy.needsAttention && (spill?.rows ?? 0) > 0
+        let profile = rowsReturn ? measured?.whereRowsReturn : measured
         let shared = unit == .layer ? nil : profile
-        let kinds = attends ? filed(kinds, returningTo: profile?.retrievalHeads) : kinds
         let own = try sized(for: kinds, by: shared, policy: policy)
         return try own.settings(of: kinds, profile, policy, attends, rope)
     }

@@ -20,11 +20,14 @@ public struct H2OProfile: Sendable, Equatable {
     /// How the losses were measured.
     public let method: String
     /// What else a calibration by the very policy tells; nil in files of version 1.
-    let measured: MeasuredHeads?
+    private(set) var measured: MeasuredHeads?
 
     // Of a conversation's tokens, the part that says again what was said once: so much do echoes count
     // beside prose (ECHO_PART of Python's profile.py, which says why).
     private static let echoPart = 0.1
+    // The part of the loss over echoes that is left where evicted rows come back (RETURNING_PART of
+    // Python's profile.py).
+    private static let returningPart = 0.25
     /// So much of the loss over echoes is that of heads to which evicted rows come back.
     private static let retrievalPart = 0.94
     // Beyond this part of the calibrated length the curves see too little of what would be evicted,
@@ -177,6 +180,14 @@ public struct H2OProfile: Sendable, Equatable {
     ) -> [[Float]]? {
         guard let measured, measured.policy == policy.name else { return nil }
         return byLayer(measured.saturations(budgets.flatMap { $0 }, grid: grid))
+    }
+
+    /// The profile of caches to which evicted rows come back: the loss over echoes counts less, since facts
+    /// come back from the file.
+    var whereRowsReturn: H2OProfile {
+        var profile = self
+        profile.measured?.echoes = measured?.echoes?.map { Self.returningPart * $0 }
+        return profile
     }
 
     /// The KV heads of each layer that look far back, for which evicted rows should come back: the fewest

@@ -109,6 +109,29 @@ import Testing
         }
     }
 
+    /// Facts come back, so slots are bought for prose first.
+    @Test func whereRowsComeBackTheLossOverEchoesCountsLess() throws {
+        let folder = folder(), model = try model()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let profile = try H2OProfile(
+            contentsOf: GoldenReplay.embeddedModel.appendingPathComponent(H2OProfile.fileName))
+        func shares(rows: Int) throws -> (mean: Int, budgets: [[Int]]) {
+            var spill = try often(folder)
+            spill.rows = rows
+            let configuration = try H2OConfiguration(
+                budget: .tokens(120), headBudgets: .profile(profile), spill: spill)
+            let plans = try configuration.caches(for: model).map { ($0 as! H2OKVCache).settings }
+            return (plans[0].filling[0].beyond, plans.map { $0.filling.last!.budgets })
+        }
+        let least = H2OPolicies.Salient().leastBudget + H2OConfiguration.fewestChoices
+        let back = try shares(rows: 16), never = try shares(rows: 0)
+        #expect(try never.budgets == profile.budgets(mean: never.mean, least: least))
+        #expect(
+            try back.budgets == profile.whereRowsReturn.budgets(mean: back.mean, least: least))
+        #expect(back.budgets != never.budgets)
+        #expect(profile.whereRowsReturn.retrievalHeads == profile.retrievalHeads)
+    }
+
     /// Rows that wait, queries and leases are paid for with slots.
     @Test func aSizeInBytesHoldsTheFileToo() throws {
         let model = try model()
