@@ -40,8 +40,8 @@ ECHO_PART = 0.1
 #: gain is the same in rows of 5 bits, but 6 bits are chosen, which lose 13 % more
 #: (docs/results/returning.md).
 RETURNING_PART = 0.25
-#: The part of all heads' retrieval loss that retrieval heads have: 8 of SmolLM2's 90 heads have 0.89
-#: of it, 13 have 0.95, 20 have 0.98.
+#: The part of all heads' retrieval loss that retrieval heads have: 8 of SmolLM2's 90 heads have
+#: 0.89 of it, 13 have 0.95, 20 have 0.98.
 RETRIEVAL_PART = 0.94
 # Beyond one part in so many of the calibrated length the curves cover too few evictions, and the
 # shares at that size are kept.
