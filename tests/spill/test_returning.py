@@ -279,7 +279,7 @@ def test_slots_are_bought_with_less_retrieval_loss_where_rows_return(tmp_path):
     profile = Profile.load(MODELS / "recall-4m" / FILE_NAME)
 
     def shares(spill, policy="salient"):
-        cache = make_prompt_cache(model, 120, budgets=profile, spill=spill, policy=policy)
+        cache = make_prompt_cache(model, 180, budgets=profile, spill=spill, policy=policy)
         least = cache[0].policy.least_budget() + FEWEST_CHOICES
         mean = cache[0].settings.filling[0].beyond
         slots = [list(entry.settings.filling[-1].budgets) for entry in cache]

@@ -119,7 +119,7 @@ import Testing
             var spill = try often(folder)
             spill.rows = rows
             let configuration = try H2OConfiguration(
-                budget: .tokens(120), headBudgets: .profile(profile), spill: spill)
+                budget: .tokens(180), headBudgets: .profile(profile), spill: spill)
             let plans = try configuration.caches(for: model).map { ($0 as! H2OKVCache).settings }
             return (plans[0].filling[0].beyond, plans.map { $0.filling.last!.budgets })
         }
