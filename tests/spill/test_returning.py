@@ -292,6 +292,9 @@ def test_slots_are_bought_with_less_retrieval_loss_where_rows_return(tmp_path):
         assert slots == profile.budgets(*size)
     slots, *size = shares(Spill(tmp_path), "keydiff")  # gets no rows back
     assert slots == profile.budgets(*size)
+    # Bits are chosen by all of the retrieval loss. By a quarter of it these rows would have 5.
+    sized = make_prompt_cache(model, max_bytes=70_000, context=1024, spill=Spill(tmp_path))
+    assert sized[0].packing.k_bits == 4
 
 
 def test_a_file_that_cannot_be_read_changes_nothing_but_the_warning(tmp_path):

@@ -149,13 +149,11 @@ def planned(
         ValueError: The size is too small for the policy.
     """
     attending = all(kind.routed for kind in kinds)
-    profile = at_hand.profile
+    profile = _profile_for(kinds, settings, policy, at_hand.profile)
     centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
     own = _own_widths(kinds, settings, profile, centres)
     shares = [LayerShare(kind.heads, widths) for kind, widths in zip(kinds, own, strict=True)]
     if profile is not None:
-        if _rows_return(kinds, settings, policy):
-            profile = profile.where_rows_return()
         shares = [
             replace(share, grid=profile.grid, losses=losses)
             for share, losses in zip(shares, profile.wanted_by_layer(), strict=True)
@@ -163,6 +161,7 @@ def planned(
     packing, choice = settings.packing, ""
     if settings.chooses_bits and attending:
         first = _narrow(shares, settings, attending)
+        # By all of the retrieval loss, also where rows return (`RETURNING_PART`).
         packing, choice = _chosen_packing(first, settings, policy, remembers, at_hand)
     packing = packing.fitting([each.key for each in own], [each.value for each in own])
     frames = list(at_hand.given)
@@ -192,11 +191,15 @@ def planned(
     return Plan(packing, layers, choice)
 
 
-def _rows_return(kinds: Sequence[LayerKind], settings: ModelSettings, policy: Policy) -> bool:
-    """Whether evicted rows come back to these caches from a file."""
-    if settings.spill is None or settings.spill.returns is None or not policy.needs_attention:
-        return False
-    return all(kind.routed and not kind.derived and kind.sharers == 1 for kind in kinds)
+def _profile_for(
+    kinds: Sequence[LayerKind], settings: ModelSettings, policy: Policy, profile: Profile | None
+) -> Profile | None:
+    """The profile by which slots are bought: another one if evicted rows come back from a file."""
+    returns = settings.spill is not None and settings.spill.returns is not None
+    if profile is None or not returns or not policy.needs_attention:
+        return profile
+    see_attention = all(kind.routed and not kind.derived and kind.sharers == 1 for kind in kinds)
+    return profile.where_rows_return() if see_attention else profile
 
 
 def _own_widths(

@@ -153,10 +153,10 @@ extension H2OConfiguration {
         let unit = policy.options.unit
         let measured = try attends ? profile(of: model, kinds) : nil
         let kinds = attends ? filed(kinds, returningTo: measured?.retrievalHeads) : kinds
+        // Bits are chosen by all of the loss over echoes, also where rows return.
+        let own = try sized(for: kinds, by: unit == .layer ? nil : measured, policy: policy)
         let rowsReturn = policy.needsAttention && (spill?.rows ?? 0) > 0
         let profile = rowsReturn ? measured?.whereRowsReturn : measured
-        let shared = unit == .layer ? nil : profile
-        let own = try sized(for: kinds, by: shared, policy: policy)
         return try own.settings(of: kinds, profile, policy, attends, rope)
     }
 
