@@ -274,7 +274,7 @@ def test_policies_without_attention_get_no_rows_back(tmp_path, policy):
 
 
 def test_slots_are_bought_with_less_retrieval_loss_where_rows_return(tmp_path):
-    """For models with a profile whose policy sees attention; a file to write to changes nothing."""
+    """Not where no row can come back: without returns, or with a policy that sees no attention."""
     model, _ = load(EMBEDDED_MODEL)
     profile = Profile.load(MODELS / "recall-4m" / FILE_NAME)
 

@@ -169,7 +169,7 @@ class Profile:
         """
         if self.measured is None or self.measured.echoes is None:
             return self
-        echoes = self.measured.echoes * np.float32(RETURNING_PART)
+        echoes = self.measured.echoes * RETURNING_PART
         return replace(self, measured=replace(self.measured, echoes=echoes))
 
     def wanted_by_layer(self) -> list[tuple[tuple[float, ...], ...]]:

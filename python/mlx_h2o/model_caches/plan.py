@@ -149,7 +149,7 @@ def planned(
         ValueError: The size is too small for the policy.
     """
     attending = all(kind.routed for kind in kinds)
-    profile = _profile_to_buy_by(kinds, settings, policy, at_hand.profile)
+    profile = _profile_to_buy_by(settings, policy, at_hand.profile)
     centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
     own = _own_widths(kinds, settings, profile, centres)
     shares = [LayerShare(kind.heads, widths) for kind, widths in zip(kinds, own, strict=True)]
@@ -192,17 +192,16 @@ def planned(
 
 
 def _profile_to_buy_by(
-    kinds: Sequence[LayerKind], settings: ModelSettings, policy: Policy, profile: Profile | None
+    settings: ModelSettings, policy: Policy, profile: Profile | None
 ) -> Profile | None:
     """The profile by which slots are bought: another where evicted rows come back from a file.
 
-    They come back to plain caches that attend through this library.
+    Caches to which none can come back (`BoundedKVCache.rows_return`) have no profile.
     """
     returns = settings.spill is not None and settings.spill.returns is not None
     if profile is None or not returns or not policy.needs_attention:
         return profile
-    come_back = all(kind.routed and not kind.derived and kind.sharers == 1 for kind in kinds)
-    return profile.where_rows_return() if come_back else profile
+    return profile.where_rows_return()
 
 
 def _own_widths(

@@ -64,13 +64,16 @@ public struct H2OSpill: Sendable, Equatable {
         _ = try EngineSpill(self, layers: 1)
     }
 
+    /// Whether evicted rows come back.
+    var rowsReturn: Bool { rows > 0 }
+
     /// Whether a layer's rows are written, given whether rows come back to each of its KV heads (nil: to
     /// all).
     ///
     /// A conversation goes on from a file that stays, so that has the rows of all layers. Another is read
     /// only for rows that come back.
     func takes(_ returning: [Bool]?) -> Bool {
-        keeps || rows == 0 || (returning?.contains(true) ?? true)
+        keeps || !rowsReturn || (returning?.contains(true) ?? true)
     }
 
     /// Tokens whose rows are written together (`kBlockPositions` of the engine).
@@ -88,7 +91,7 @@ public struct H2OSpill: Sendable, Equatable {
     func bytes(of widths: RowWidths, queries: Double) -> FileBytes {
         let dense = widths.key * widths.keySize + widths.value * widths.valueSize
         let last = Double(window * widths.key * Self.querySize) * queries
-        let asks = rows > 0 && queries > 0
+        let asks = rowsReturn && queries > 0
         return FileBytes(
             constant: (Self.together - 1) * dense + (asks ? Int(last.rounded(.up)) : 0),
             waiting: 2 * Self.together, returning: asks ? rows : 0)
