@@ -33,12 +33,14 @@ class Visits:
     def __init__(self) -> None:
         self.files: set[Path] = set()
         self.crossings = 0
+        self.calls = 0
 
     def see(self, frame: FrameType, event: str, argument: Any) -> None:
         """Note one event of `sys.setprofile`."""
         if event != "call" or (here := _file_of(frame)) is None:
             return
         self.files.add(here)
+        self.calls += 1
         caller = frame.f_back
         while caller is not None and _file_of(caller) is None:
             caller = caller.f_back
@@ -78,25 +80,29 @@ def full_cache() -> H2OKVCache:
     return cache
 
 
-def main() -> None:
-    """Count and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="name the files, too")
-    args = parser.parse_args()
+def calls() -> dict[str, Callable[[], object]]:
+    """The steps of one layer that are counted."""
     mx.random.seed(SEED)
     cache = full_cache()
-    calls: dict[str, Callable[[], object]] = {
+    return {
         "a decode step, fused": lambda: step(cache, 1),
         # Soft-capped logits rule out a fused step.
         "a decode step, op by op": lambda: step(cache, 1, softcap=50.0),
         "a prompt chunk": lambda: step(cache, CHUNK),
     }
-    print("| one layer | files | crossings |\n|---|---:|---:|")
+
+
+def main() -> None:
+    """Count and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--list", action="store_true", help="name the files, too")
+    args = parser.parse_args()
+    print("| one layer | files | crossings | Python calls |\n|---|---:|---:|---:|")
     listed = []
-    for name, call in calls.items():
-        seen = visits(call)
-        print(f"| {name} | {len(seen.files)} | {seen.crossings} |")
-        listed.append((name, sorted(str(file.relative_to(PACKAGE)) for file in seen.files)))
+    for name, call in calls().items():
+        of_call = visits(call)
+        print(f"| {name} | {len(of_call.files)} | {of_call.crossings} | {of_call.calls} |")
+        listed.append((name, sorted(str(file.relative_to(PACKAGE)) for file in of_call.files)))
     if args.list:
         for name, files in listed:
             print(f"\n{name}:", *files, sep="\n    ")
