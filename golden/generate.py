@@ -2,7 +2,7 @@
 
     python -m golden.generate [--out golden] [--groups NAME ...]
 
-The cases are those of `mlx_h2o.golden`, which replays them (`mlx_h2o golden verify`).
+The cases are those of the groups (groups.py), which golden/verify.py replays.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from golden import manifest
+from golden.group import Arrays, Group, Parameters
+from golden.groups import GROUPS
+from golden.manifest import Case, GoldenError
+from golden.margins import LEAST_MARGIN
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.attention.backends.choice import only_reference
-from mlx_h2o.golden import manifest
-from mlx_h2o.golden.group import Arrays, Group, Parameters
-from mlx_h2o.golden.groups import GROUPS
-from mlx_h2o.golden.manifest import Case, GoldenError
-from mlx_h2o.golden.margins import LEAST_MARGIN
 
 # Seeds to try until no choice of a case is a near-tie.
 SEEDS = 16

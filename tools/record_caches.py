@@ -23,13 +23,13 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import mlx_h2o
+from golden.margins import LEAST_MARGIN, watching
+from golden.model import LEAST_LOGIT_GAP
 from mlx_h2o import cli
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.budgets.growth import Stage, stages_of
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.caches.kv_cache import H2OKVCache
-from mlx_h2o.golden.margins import LEAST_MARGIN, watching
-from mlx_h2o.golden.model import LEAST_LOGIT_GAP
 from mlx_h2o.integration import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.storage.key_scaling import Frame

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 from covering import STEP
+from golden.numbers import bell
 from mlx_h2o import H2OKVCache, Returns, Spill, resume
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.golden.numbers import bell
 from mlx_h2o.model_caches.make import spill_to
 from mlx_h2o.policies import make_policy
 from mlx_h2o.spill.layout import POSITIONS, Layout

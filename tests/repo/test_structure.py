@@ -13,7 +13,7 @@ LONGEST_FUNCTION = 60
 # From the ground up; a module may import those of its own package and of the packages below,
 # without a circle.
 PACKAGES = """_utils loading storage spill policies budgets attention engine integration caches
-    calibration model_caches chat evaluate golden doctor serve __init__ cli __main__""".split()
+    calibration model_caches chat evaluate doctor serve __init__ cli __main__""".split()
 FLOOR_OF = {name: i for i, name in enumerate(PACKAGES)}
 # Files that import the package's modules inside functions: what may be missing (the extension and
 # what stands on it), is chosen at run time, or takes long to load. Others do so at their top.

@@ -100,7 +100,6 @@ def parser() -> Parser:
         evaluate,
         fetch,
         generate,
-        golden,
         inspect,
         plan,
         profile,
@@ -135,7 +134,6 @@ def parser() -> Parser:
         describe,
         plan,
         doctor,
-        golden,
         fetch,
     ):
         module.add_parser(commands)

@@ -30,14 +30,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check the kernels on this machine, time them, and write a report",
-        description="Checks every kernel variant, golden vectors and a short conversation on the "
-        "default device, times attention and fused steps against MLX's own, and measures memory: "
+        description="Checks every kernel variant and a short conversation on the default "
+        "device, times attention and fused steps against MLX's own, and measures memory: "
         "five minutes at most. The exit code is 1 if something did not hold. With --out, a page "
         "and a JSON to attach to a report.",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"one of {QUICK} variants and golden vectors"
-    )
+    parser.add_argument("--quick", action="store_true", help=f"one of {QUICK} variants")
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
         help=f"only some of {', '.join(PARTS)}",

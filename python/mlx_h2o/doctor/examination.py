@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_h2o._utils.progress import Told
-from mlx_h2o.doctor import checks, conversation, golden, held_memory, timings
+from mlx_h2o.doctor import checks, conversation, held_memory, timings
 from mlx_h2o.doctor.chips import chip_of
 from mlx_h2o.doctor.machine import machine
 from mlx_h2o.doctor.report import Over, Report
 from mlx_h2o.doctor.variants import checks as every_check
 
-PARTS = ("kernels", "golden", "conversation", "timings", "memory")
+PARTS = ("kernels", "conversation", "timings", "memory")
 # Shares of the time after which the parts that can stop early do; the others take seconds.
-_KERNELS_UNTIL, _GOLDEN_UNTIL, _TIMINGS_UNTIL = 0.35, 0.5, 0.85
+_KERNELS_UNTIL, _TIMINGS_UNTIL = 0.5, 0.85
 #: With --quick one of so many cases is looked at.
 QUICK = 7
 
@@ -26,7 +26,7 @@ class Plan:
 
     Attributes:
         parts: Some of `PARTS`.
-        quick: Whether one of `QUICK` golden vectors and variants does.
+        quick: Whether one of `QUICK` variants does.
         minutes: After which nothing new is begun.
         slots: The numbers of slots to time.
         rounds: The number of timed rounds.
@@ -71,9 +71,6 @@ def _parts(plan: Plan, told: Told, start: float, report: Report) -> dict[str, Ca
     return {
         "kernels": lambda: checks.section(
             begun, list(every_check())[::every], told, over(_KERNELS_UNTIL)
-        ),
-        "golden": lambda: golden.section(
-            begun, every, lambda name: told.about(f"golden: {name}"), over(_GOLDEN_UNTIL)
         ),
         "conversation": lambda: conversation.section(begun),
         "timings": lambda: timings.section(

@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from golden.caches import caches_of, most_slots
+from golden.group import Arrays, Parameters, parameters_of
+from golden.margins import watching
+from golden.numbers import SINKS, K, Q, V, tensor
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.golden.caches import caches_of, most_slots
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
-from mlx_h2o.golden.margins import watching
-from mlx_h2o.golden.numbers import SINKS, K, Q, V, tensor
 from mlx_h2o.policies import Policy, make_policy
 
 NAME = "trajectory"

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from golden.group import Arrays, Parameters
+from golden.numbers import MASK, SINKS, K, Q, V, hashed, seed_of, tensor
 from mlx_h2o.attention.ops import (
     attention_mass,
     scaled_dot_product_attention_with_scores,
 )
-from mlx_h2o.golden.group import Arrays, Parameters
-from mlx_h2o.golden.numbers import MASK, SINKS, K, Q, V, hashed, seed_of, tensor
 from mlx_h2o.storage.softmax import Mask
 
 NAME = "attention"

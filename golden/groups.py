@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from mlx_h2o.golden import (
+from golden import (
     accumulate,
     attention,
     filling,
@@ -17,7 +17,7 @@ from mlx_h2o.golden import (
     trajectory,
     turns,
 )
-from mlx_h2o.golden.group import Group
+from golden.group import Group
 
 GROUPS: dict[str, Group] = {
     module.NAME: cast(Group, module)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from golden.group import Arrays, Parameters
+from golden.numbers import SINKS, K, Q, V, tensor
 from mlx_h2o.attention.ops import scaled_dot_product_attention_quantized_with_scores
-from mlx_h2o.golden.group import Arrays, Parameters
-from mlx_h2o.golden.numbers import SINKS, K, Q, V, tensor
 from mlx_h2o.storage.packed import PackedRows
 
 NAME = "quantized"

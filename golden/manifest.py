@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.golden.group import Parameters
+from golden.group import Parameters
 
 FORMAT = "mlx-h2o golden"
 # A file with another number would be misread by a replayer written for this one.

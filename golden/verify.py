@@ -1,19 +1,30 @@
-"""Replaying golden vectors."""
+"""Replays golden vectors with this machine's backends, and compares (docs/reference/golden.md).
+
+python -m golden.verify [--out golden] [--backend reference|kernels] [--json]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from rich.table import Table
 
+from golden import manifest
+from golden.groups import GROUPS
+from golden.manifest import GoldenError
+from mlx_h2o import cli
+from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.attention.backends import choice, reference
-from mlx_h2o.golden import manifest
-from mlx_h2o.golden.groups import GROUPS
-from mlx_h2o.golden.manifest import GoldenError
+from mlx_h2o.cli.parsing import Parser
+from mlx_h2o.cli.tables import show
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,6 @@ def verify(
     folder: Path,
     by: list[str] | None = None,
     progress: Callable[[str], None] = lambda case: None,
-    every: int = 1,
-    over: Callable[[], bool] = lambda: False,
 ) -> list[Verdict]:
     """Replay the golden vectors of a folder.
 
@@ -80,8 +89,6 @@ def verify(
         folder: The folder of the files.
         by: The backends; all by default.
         progress: Called with each case's name.
-        every: One of this many cases of a group is replayed.
-        over: Whether to stop for lack of time; verdicts count the cases that were replayed.
 
     Raises:
         GoldenError: The files cannot be used.
@@ -94,13 +101,9 @@ def verify(
     for backend in by or backends():
         with computing_by(backend):
             for group in dict.fromkeys(case.group for case in golden.cases):
-                cases = [case for case in golden.cases if case.group == group][::every]
+                cases = [case for case in golden.cases if case.group == group]
                 worst, differences = 0.0, []
-                replayed = 0
                 for case in cases:
-                    if over():
-                        break
-                    replayed += 1
                     progress(f"{backend}: {group}/{case.name}")
                     found = GROUPS[group].run(case.parameters, golden.of(case, "in"))
                     errors, what = compared(
@@ -111,7 +114,7 @@ def verify(
                         Difference(backend, group, case.name, array, text, size)
                         for array, text, size in what
                     ]
-                verdicts.append(Verdict(backend, group, replayed, worst, differences))
+                verdicts.append(Verdict(backend, group, len(cases), worst, differences))
     return verdicts
 
 
@@ -179,3 +182,65 @@ def distance(
         error = np.abs(a - b) / allowed
     error = np.where(same, 0, np.where(np.isnan(error) | np.isinf(b), np.inf, error))
     return float(error.max(initial=0))
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        prog="golden.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, metavar="DIR",
+        help="the folder of the vectors (default: this one)",
+    )  # fmt: skip
+    made.add_argument(
+        "--backend", choices=("reference", "kernels"), action="append",
+        help="only this one (may be given again)",
+    )  # fmt: skip
+    made.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    made.set_defaults(run=run, command="verify")
+    return made
+
+
+def run(args: argparse.Namespace) -> None:
+    """Replay, and print the outcome."""
+    with progress_bar("replaying", transient=True) as bar:
+        verdicts = verify(args.out, args.backend, bar.about)
+    differences = [difference for verdict in verdicts for difference in verdict.differences]
+    if args.json:
+        print(json.dumps([asdict(verdict) for verdict in verdicts]))
+    else:
+        show(table(verdicts))
+    for difference in differences:
+        print(difference, file=sys.stderr)
+    if differences:
+        raise GoldenError(f"{len(differences)} results differ from the golden ones.")
+
+
+def table(verdicts: list[Verdict]) -> Table:
+    """The verdicts for a terminal."""
+    rows = Table(title="golden vectors")
+    for column in ("backend", "group"):
+        rows.add_column(column)
+    for column in ("cases", "worst error / tolerated", "differences"):
+        rows.add_column(column, justify="right")
+    for verdict in verdicts:
+        rows.add_row(
+            verdict.backend,
+            verdict.group,
+            str(verdict.cases),
+            f"{verdict.worst:.2f}",
+            str(len(verdict.differences)),
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay; the exit code is 2 where a result differs or the files cannot be used."""
+    return cli.main(argv, parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

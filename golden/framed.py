@@ -7,10 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.golden import trajectory
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
-from mlx_h2o.golden.numbers import MEAN_KEY, WORTH, tensor
-from mlx_h2o.golden.trajectory import run, watched
+from golden import trajectory
+from golden.group import Arrays, Parameters, parameters_of
+from golden.numbers import MEAN_KEY, WORTH, tensor
+from golden.trajectory import run, watched
 from mlx_h2o.policies import make_policy
 
 __all__ = ["NAME", "cases", "inputs", "run", "watched"]

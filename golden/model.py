@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from golden.group import Arrays, Parameters, parameters_of, policy_of
+from golden.margins import watching
+from golden.trajectory import held
 from mlx_h2o.caches.kv_cache import H2OKVCache
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
-from mlx_h2o.golden.margins import watching
-from mlx_h2o.golden.trajectory import held
 from mlx_h2o.integration import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.model_caches.make import make_prompt_cache

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_h2o.golden.group import Arrays, Parameters
-from mlx_h2o.golden.numbers import (
+from golden.group import Arrays, Parameters
+from golden.numbers import (
     LOGIT,
     LSE,
     MEAN_KEY,

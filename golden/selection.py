@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
-from mlx_h2o.golden.margins import margin
-from mlx_h2o.golden.numbers import MEAN_KEY, WEIGHT, WORTH, K, V, hashed, seed_of, tensor
+from golden.group import Arrays, Parameters, parameters_of, policy_of
+from golden.margins import margin
+from golden.numbers import MEAN_KEY, WEIGHT, WORTH, K, V, hashed, seed_of, tensor
 from mlx_h2o.policies import Policy, Slots, make_policy
 from mlx_h2o.policies.selection import evictable_slots, select_kept, select_victims
 from mlx_h2o.storage.packed import value_lengths

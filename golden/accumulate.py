@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from golden.group import Arrays, Parameters, parameters_of, policy_of
+from golden.numbers import SINKS, WORTH, K, Q, tensor
 from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
-from mlx_h2o.golden.numbers import SINKS, WORTH, K, Q, tensor
 from mlx_h2o.policies import make_policy
 from mlx_h2o.policies.selection import accumulate
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.golden import framed, trajectory
-from mlx_h2o.golden.caches import caches_of
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
-from mlx_h2o.golden.margins import watching
+from golden import framed, trajectory
+from golden.caches import caches_of
+from golden.group import Arrays, Parameters, parameters_of
+from golden.margins import watching
 from mlx_h2o.model_caches.make import spill_to
 from mlx_h2o.policies import make_policy
 from mlx_h2o.spill.setting import Returns, Spill

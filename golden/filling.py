@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_h2o.golden import trajectory
-from mlx_h2o.golden.group import Parameters, parameters_of
-from mlx_h2o.golden.trajectory import inputs, run, watched
+from golden import trajectory
+from golden.group import Parameters, parameters_of
+from golden.trajectory import inputs, run, watched
 from mlx_h2o.policies import make_policy
 
 __all__ = ["NAME", "cases", "inputs", "run", "watched"]
