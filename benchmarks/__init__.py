@@ -2,7 +2,7 @@
 
 `python -m benchmarks` measures attention, whole models, batches, the thread pool and matrix
 products side by side with MLX. `python -m benchmarks.NAME` runs one of the others; the first lines
-of each tell its question and its call. docs/results/speed.md holds their figures.
+of each tell its question and its call. docs/results/data/speed.json holds their figures.
 """
 
 from mlx_h2o import use_openblas

@@ -1,6 +1,6 @@
 // The cost of handing out a small job: alone, our thread pool, OpenMP, and MLX's ThreadPool header.
 //
-// Not part of the package; docs/results/speed.md has its numbers. To build and run:
+// Not part of the package; docs/results/data/speed.json has its numbers. To build and run:
 //
 //   g++ -std=c++20 -O2 -fopenmp -I c_api/src/cpu
 //       -I "$(python -c 'import mlx, os; print(os.path.join(list(mlx.__path__)[0], "include"))')"

@@ -1,4 +1,4 @@
-"""Experiments, each with a question: README.md lists them with their answers.
+"""Experiments, each with a question: docs/results/experiments.md has the answers.
 
 They are run from the root of the repository: `python -m research.NAME`.
 """

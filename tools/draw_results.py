@@ -52,7 +52,7 @@ def losses() -> dict[str, list[tuple[int, float, float]]]:
     """By cache: size in tokens, loss in percent and its standard error, the largest size first."""
     command = "mlx_h2o compare --model smollm2-135m --text alice.txt --samples 8"
     found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in COLOURS}
-    for row in [*rows_of("index", command), *rows_of("smollm2", command)]:
+    for row in rows_of("index", command):
         number = re.match(r"([+-][\d.]+) ± ([\d.]+) %", row["loss"])
         if (name := name_of(row)) and number:
             found[name].append((size_of(row), float(number[1]), float(number[2])))

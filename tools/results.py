@@ -47,10 +47,6 @@ PRINTED = re.compile(r"^Printed (?P<date>\S+) at commit (?P<commit>\w+)", re.MUL
 # The program of a command, or what is run as `python -m research.NAME` or `benchmarks.NAME`.
 PROGRAM = "mlx_h2o"
 EXPERIMENT = re.compile(r"python -m ((?:research|benchmarks)\.\w+) ")
-# A script that was deleted: its block stays unchanged, and this file has its answer.
-
-DELETED = re.compile(r"python (tools/\w+\.py) ")
-ANSWERS = "research/README.md"
 
 
 @dataclass(frozen=True)
@@ -78,8 +74,6 @@ class Block:
         """
         if named := EXPERIMENT.match(self.command):
             return [sys.executable, "-m", named[1], *shlex.split(self.command[named.end() :])]
-        if self.is_closed:
-            raise ValueError(f"{self.command!r} was deleted; {ANSWERS} tells at which commit.")
         program, *arguments = shlex.split(self.command)
         if program != PROGRAM:
             raise ValueError(f"{self.command!r} is no command of {PROGRAM} and no experiment.")
@@ -94,16 +88,8 @@ class Block:
         own = cast(argparse.ArgumentParser, import_module(program).parser())
         return {name: str(value) for name, value in vars(own.parse_args(arguments)).items()}
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the command was an experiment that is deleted, since its question is answered."""
-        named = DELETED.match(self.command)
-        return named is not None and f"`{named[1]}`" in (ROOT / ANSWERS).read_text()
-
     def differences(self) -> list[str]:
         """The settings that differ from those when the table was printed."""
-        if self.is_closed:
-            return []
         now = self.settings_now()
         if not self.settings:
             return []

@@ -2,7 +2,7 @@
 
 The figures are slow (minutes): the embedded model reads thousands of tokens one by one, through
 four caches. A small version of them, with wider margins, is for every run. The margins were
-measured on the bundled text (docs/results/small-models.md); the text was never calibrated on.
+measured on the bundled text (docs/results/experiments.md); the text was never calibrated on.
 """
 
 import pytest

@@ -1,5 +1,6 @@
 """The tables in the documentation are what their commands print, or say that they are not."""
 
+import json
 import re
 import runpy
 import sys
@@ -14,8 +15,6 @@ records_of, record_for = results["records_of"], results["record_for"]
 BLOCKS = [block for page in results["PAGES"] for block in blocks_of(page)]
 DATED = re.compile(r"^Printed \d{4}-\d\d-\d\d at commit [0-9a-f]{7,}[,;].* BLAS", re.MULTILINE)
 EXAMPLE = "compare --samples 2"
-# Pages whose tables are copied from commands that print more than a table (`bench`, soak.py).
-COPIED = {"speed.md", "gpu-kernels.md", "server.md", "evaluation.md"}
 # A table outside of a block: the paragraph before it says so, and when.
 BY_HAND = re.compile(
     r"gathered by hand, \d{4}-\d\d-\d\d[^\n]*\n\n<!-- by hand -->\n\n(?:^\|.*\n)+", re.MULTILINE
@@ -36,8 +35,7 @@ def test_a_blocks_command_still_means_what_it_meant(block):
 def test_every_table_stands_in_a_block(page):
     left = results["BLOCK"].sub("", page.read_text())
     assert left.count("<!-- results") == left.count("<!-- end") == 0
-    if page.name not in COPIED:
-        assert re.findall(r"(?:^\|.*\n)+", BY_HAND.sub("", left), re.MULTILINE) == []
+    assert re.findall(r"(?:^\|.*\n)+", BY_HAND.sub("", left), re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("page", results["PAGES"], ids=lambda page: page.name)
@@ -56,9 +54,22 @@ def test_a_pages_json_holds_its_tables(page):
         )
 
 
-def test_all_tables_are_held():
-    """None was lost when pages were split."""
-    assert len(BLOCKS) >= 33
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/results/data").glob("*.json")), ids=lambda path: path.name
+)
+def test_tables_of_earlier_pages_are_data(path):
+    """Each has its columns and rows; those that a command printed have their commit."""
+    for name, record in json.loads(path.read_text()).items():
+        assert record["tables"]
+        assert record.get("printed") or name.startswith("tables gathered by hand")
+        for table in record["tables"]:
+            assert all(len(row) == len(table["columns"]) for row in table["rows"])
+
+
+def test_no_table_was_lost_when_pages_were_joined():
+    files = [*(ROOT / "docs/results").glob("*.json"), *(ROOT / "docs/results/data").glob("*.json")]
+    records = [record for path in files for record in json.loads(path.read_text()).values()]
+    assert sum(len(record["tables"]) for record in records) >= 180
 
 
 def block_of(command, **settings):
@@ -93,14 +104,6 @@ def test_a_command_that_no_longer_parses_fails(command):
 def test_no_other_program_is_run():
     with pytest.raises(ValueError, match="no command of mlx_h2o"):
         block_of("rm -r docs").differences()
-
-
-def test_a_deleted_experiment_has_its_answer_in_the_readme():
-    assert block_of("python tools/key_errors.py alice.txt", text="then").differences() == []
-    with pytest.raises(ValueError, match=r"deleted; research/README\.md tells at which commit"):
-        block_of("python tools/key_errors.py alice.txt").to_run  # noqa: B018
-    with pytest.raises(ValueError, match="no experiment"):
-        block_of("python tools/no_answer.py alice.txt").differences()
 
 
 def test_a_block_is_read_as_it_was_written(tmp_path):

@@ -22,42 +22,11 @@ PAIR = ("--tokens", "96", "--samples", "2")
 
 #: Of each experiment its arguments, and what its last line begins with. "OUT" is a file's place.
 RUNS = {
-    "compare_profiles": ((PROFILE, PROFILE, "--means", "64"), f"| {PROFILE} |"),
-    "digests": (
-        (TEXT, *MODEL, *PAIR, "--parts", "4", "--counts", "3", "--joins", "by age", "nearest"),
-        "| 3 digests, nearest, variances: own |",
-    ),
-    "digests --priced": (
-        (
-            *(TEXT, *MODEL, *PAIR, "--parts", "4", "--counts", "3", "--spread", "packed"),
-            *("--priced", "--passes", "1"),
-        ),
-        "| heads |",
-    ),
-    "distilling": (
-        (TEXT, *MODEL, *PAIR, "--parts", "4", "--steps", "2"),
-        f"| {EMBEDDED_MODEL} | 1/4 | 2 |",
-    ),
     "draw_frames": (("OUT", *MODEL), ""),
-    "endless": (
-        (TEXT, *MODEL, "--tokens", "300", "--within", "200", "--slots", "48", "--prompts", "1"),
-        "| 300 | rolling, all pages |",
-    ),
-    "gate": ((TEXT, *MODEL, *PAIR, "--parts", "4", "--fitted", "1"), f"| {EMBEDDED_MODEL} | 1/4 |"),
-    "mending": ((TEXT, *MODEL, *PAIR, "--parts", "4"), f"| {EMBEDDED_MODEL} | 1/4 |"),
-    "merging": ((TEXT, *MODEL, *PAIR, "--parts", "4"), "| "),
-    "profile_perplexity": (
-        (PROFILE, "uniform", *MODEL, "--text", TEXT, "--max-kv-size", "32", *PAIR),
-        "| uniform | 32 |",
-    ),
     "real_model rows": ((TEXT, *MODEL, *PAIR), "| "),
     "real_model policies": ((TEXT, *MODEL, *PAIR), "| "),
     "real_model shares": ((TEXT, PROFILE, *MODEL, *PAIR), "| "),
     "real_model widths": ((TEXT, *MODEL, *PAIR, "--parts", "4"), "| "),
-    "refitting": (
-        (TEXT, *MODEL, *PAIR, "--parts", "4"),
-        f"| {EMBEDDED_MODEL} | 1/4 | values fitted, ridge",
-    ),
     "returning": (
         (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--prompts", "1", "--resumed"),
         "| ",
@@ -66,15 +35,10 @@ RUNS = {
         (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--samples", "2"),
         "| ",
     ),
-    "rotating": (
-        (TEXT, *MODEL, *PAIR, "--parts", "4", "--bits", "3"),
-        f"| {EMBEDDED_MODEL} | 1/4, 3 and 3 | fitted, after RoPE |",
-    ),
     "sample_text": ((EMBEDDED_MODEL, "OUT", "--tokens", "32", "--length", "16"), ""),
-    "sensitivity": ((*MODEL, "--tokens", "96", "--draws", "2"), "| nats, 2 draws |"),
 }
 #: Of seconds each; the others together take a minute and more.
-QUICK = {"compare_profiles", "sample_text"}
+QUICK = {"sample_text"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ constexpr int kSlotBlock = 256;
 static_assert(kSlotBlock % kTile == 0);
 
 // Below this many bytes of keys and values a second thread costs more than it saves: if it spins,
-// and if it sleeps (waking it takes some 100 us; docs/results/speed.md).
+// and if it sleeps (waking it takes some 100 us; docs/results/data/speed.json).
 constexpr int64_t kAloneBytes = 64 << 10;
 constexpr int64_t kAloneBytesAsleep = 2 << 20;
 

@@ -19,7 +19,7 @@ WIDTHS = (None, 8, 6, 5, 4)
 NEGLIGIBLE = 3e-4
 #: Bits of packed rows if no profile has the loss by packing: of keys with key scaling (`Frame`),
 #: and of values. Values in 6 bits lose less than dense or 8-bit ones in the fewer slots of equal
-#: bytes (docs/results/packing.md).
+#: bytes (docs/results/experiments.md).
 USUAL_BITS = 6
 
 

@@ -38,7 +38,7 @@ ECHO_PART = 0.1
 #: The part of the retrieval loss that is left in the shares where evicted rows come back. At a
 #: sixteenth of the bytes SmolLM2 then diverges by 6 % less on prose, and knows all facts. With none
 #: of it left it gains no more. Bits are chosen by all of it: by none, rows would get 6 bits there,
-#: which lose 13 % more than 5 (docs/results/returning.md).
+#: which lose 13 % more than 5 (docs/results/experiments.md).
 RETURNING_PART = 0.25
 #: The part of all heads' retrieval loss that retrieval heads have: 8 of SmolLM2's 90 heads have
 #: 0.89 of it, 13 have 0.95, 20 have 0.98.

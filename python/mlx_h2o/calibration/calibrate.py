@@ -68,7 +68,7 @@ PACKED_BITS = (4, 5, 6, 8)
 FRAME_WORK, ECHO_WORK, WINDOW_WORK = 0.2, 0.1, 0.06
 #: A quick calibration, as at a model's first use (`calibration/first_use.py`): tokens of its one
 #: pass, slots tried, tokens read for key scaling, and windows for the sensitivities.
-#: docs/results/calibration.md has its loss. Steps are two thirds where most slots are bought; 768
+#: docs/results/experiments.md has its loss. Steps are two thirds where most slots are bought; 768
 #: slots take as long as all up to 192, and add hardly any information.
 QUICK_LENGTH, QUICK_FRAME_TOKENS, QUICK_WINDOWS = 1024, 2048, 2
 QUICK_GRID = (SMALLEST_BUDGET, 24, 48, 64, 96, 128, 192, 256, 384, 512)

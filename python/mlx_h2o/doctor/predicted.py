@@ -1,7 +1,7 @@
 """What one token of a layer must cost: bytes and instructions by kernel, over a chip's rates.
 
 The bytes are those that the host harness counts of the kernels' text
-(docs/results/gpu-kernels.md), as a formula that `tests/metal/test_predicted.py` holds to the
+(docs/results/data/speed.json), as a formula that `tests/metal/test_predicted.py` holds to the
 counts. Instructions are multiply-adds, and beside them what a simdgroup of 32 lanes does for each
 slot and query.
 """

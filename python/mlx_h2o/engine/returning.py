@@ -45,7 +45,7 @@ from mlx_h2o.storage.slot_store import Run
 FADING = 0.9
 #: A row is wanted if some query gives it this part of its attention. In prose queries spread less
 #: than this over many old rows, and rows that came for it would cost more than they bring
-#: (docs/results/returning.md). How much it is wanted is the mean over all queries, as in scores.
+#: (docs/results/experiments.md). How much it is wanted is the mean over all queries, as in scores.
 LEAST_WANTED = 0.1
 
 

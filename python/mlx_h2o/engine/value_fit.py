@@ -26,7 +26,7 @@ from mlx_h2o.engine.layer import Layer
 from mlx_h2o.storage.packed import dense
 
 #: The weight of a value as it was, relative to the mean diagonal of P'P. Of 1e-1 to 1e-6, smaller
-#: ones diverged less on held-out text, and the last three alike (docs/results/mending.md).
+#: ones diverged less on held-out text, and the last three alike (docs/results/experiments.md).
 RIDGE = 1e-5
 #: The most queries by which a KV head is fitted, those of its query heads together.
 MOST_QUERIES = 4096

@@ -30,13 +30,13 @@ from mlx_h2o.engine.layer import Layer
 from mlx_h2o.model_caches.rereading import REPEAT, RereadCache, Tell, looking_caches
 from mlx_h2o.storage.packed import dense
 
-#: The most steps. A prompt of 512 tokens gains little after some 160 (docs/results/mending.md).
+#: The most steps. A prompt of 512 tokens gains little after some 160 (docs/results/experiments.md).
 MOST_STEPS = 10_000
 #: Tokens of a lesson. The repetition is cut into so many; each of the continuations has as many.
 LESSON = 128
 CONTINUATIONS = 4
 #: Adam's rate, relative to the root mean square of a layer's keys or values. With 0.01 a prompt of
-#: recall-4m diverged more than before; with 0.003 and 0.001 less (docs/results/mending.md).
+#: recall-4m diverged more than before; with 0.003 and 0.001 less (docs/results/experiments.md).
 RATE = 1e-3
 #: The logit of a place without a row.
 NO_ROW = -1e9

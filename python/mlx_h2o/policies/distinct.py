@@ -24,7 +24,7 @@ class Distinct(Policy):
     each term standardised over the slots that may be evicted; c / age is the mean attention mass
     per step. Evicted tokens share one column, the remainder, whose mean key stands for them; a
     token near that mean loses little by joining it, and a token far from it (a name, a number)
-    would be lost. Source: this project (measured in docs/results/small-models.md). With
+    would be lost. Source: this project (measured in docs/results/experiments.md). With
     mass_weight=0 it uses keys alone and runs in any model; it is then the default of models with
     attention of their own.
 

@@ -18,7 +18,7 @@ class EMALogits(EMA):
 
     Source: the AtomGradient report on H2O for MLX; masked entries count 0. Here for fidelity to the
     report: a strongly negative logit means *no* attention, and ranking by |logit| loses to every
-    other policy here (docs/results/small-models.md). Not for use.
+    other policy here (docs/results/experiments.md). Not for use.
     """
 
     def kernel_policy(self) -> KernelPolicy | None:

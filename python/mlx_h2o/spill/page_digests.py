@@ -4,7 +4,7 @@ A page is `PAGE` neighbouring positions of one KV head. Its digest is its keys a
 bits and their scale. It tells, for a query, how much attention the page's rows would get, without
 reading and unpacking them. Fewer numbers miss needles: neither the mean of a page's keys nor
 Quest's least and greatest of each channel (arXiv 2406.10774) often finds the page with a fact
-(docs/results/returning.md).
+(docs/results/experiments.md).
 
 Digests never change once their page is complete. They lie in a file without a name, which no other
 process can open and which goes with this object, since they can be made from the rows again. The

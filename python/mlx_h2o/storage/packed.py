@@ -8,7 +8,7 @@ A value's length, by which a policy may weigh tokens, is computed here too. A de
 measured on arrival, and the logarithm of its length is kept beside its row in 16 bits (exact to a
 thousandth), since reading all values again would cost a step as much as attention. A packed value
 needs nothing more: its scales rank values as their lengths do (SmolLM2, an eighth of the bytes: the
-same perplexity within its error, docs/results/packing.md).
+same perplexity within its error, docs/results/experiments.md).
 """
 
 from __future__ import annotations

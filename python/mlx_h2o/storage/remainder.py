@@ -26,7 +26,7 @@ from mlx_h2o.storage.softmax import join
 
 # t: the second-order term turns from x to sqrt(t x) there; 0 omits it. Fitted on full-cache runs:
 # 2 has the least output error in models with very sharp heads, 4 elsewhere
-# (docs/results/small-models.md).
+# (docs/results/experiments.md).
 SATURATION = 4.0
 
 # Keep x finite whatever the queries and keys, so that r never becomes a NaN.

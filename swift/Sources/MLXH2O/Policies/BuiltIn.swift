@@ -7,7 +7,7 @@ extension H2OPolicies {
     /// each standardised over the slots that may go. The mass per step is what counts on real models;
     /// the other terms are what keeps facts that nothing has asked for yet. Distances are those of
     /// ``Distinct``; lengths are those of the values as they came, whatever they are stored in. Source:
-    /// this project (docs/results/policies.md).
+    /// this project (docs/results/experiments.md).
     ///
     /// Masses are per step and values weighed already, so `ageNormalised` and `valueWeighted` are
     /// refused. Prompts are ranked by the same sum, with the mass of the last `window` queries.
