@@ -271,7 +271,7 @@ def _packing_without_frames(
 
     Values need no scaling, and the slots gained are worth more than the loss by packing. Keys stay
     dense: a few of their channels carry large offsets, and unscaled 8 bits lose 3.7 % on
-    Qwen2.5-0.5B ("Without key scaling" in docs/results/experiments.md).
+    Qwen2.5-0.5B (docs/results/experiments.md).
     """
     groups = group_size_for(*(share.widths.value for share in shares))
     why = f"there is no key scaling; {advice}"
