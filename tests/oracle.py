@@ -1,6 +1,6 @@
 """A slow, independent bounded cache in float64, which the real one is held against.
 
-Written from docs/how-it-works/design.md and the policies' docstrings, not from cache.py: it keeps
+Written from docs/how-it-works/index.md and the policies' docstrings, not from cache.py: it keeps
 every row that ever came, per KV head only a set of positions that are still held, recomputes
 attention over them token by token and the remainder from the list of all evicted rows, and sorts
 plain Python lists to choose. Nothing here is incremental, vectorised over heads, or in place.
@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_h2o import Policy
 
-# docs/how-it-works/design.md, "Parts of a layer": the remainder's t.
+# docs/how-it-works/index.md, "Parts of a layer": the remainder's t.
 SATURATION = 4.0
 # docs/reference/policies.md, `distinct`: fewer evicted keys have no mean worth measuring from.
 FEWEST_FOR_A_MEAN = 16

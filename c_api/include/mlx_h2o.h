@@ -520,7 +520,7 @@ MLX_H2O_API int mlx_h2o_cache_remainder(
 
 // The file behind the caches of one conversation, one for each layer: every row that comes is
 // written to it, evicted or not, and evicted rows that are wanted again come back from it. Python
-// reads the same files (docs/how-it-works/design.md). A step waits for the disk only where rows
+// reads the same files (docs/how-it-works/index.md). A step waits for the disk only where rows
 // come faster than it takes them. If anything goes wrong (no space, a disk that is too slow,
 // several sequences in one cache), the conversation goes on without its file, as if there had been
 // none: mlx_h2o_spill_failure tells.

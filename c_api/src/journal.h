@@ -1,5 +1,5 @@
 // What single-token steps changed, so that the last of them can be taken back
-// (python/mlx_h2o/storage/journal.py; "Taking steps back" in docs/how-it-works/design.md).
+// (python/mlx_h2o/storage/journal.py; "Steps taken back" in docs/how-it-works/index.md).
 #pragma once
 
 #include <deque>

@@ -433,7 +433,7 @@ static Conversation begun_silent(const char* folder, int bits, int recent_bits) 
 
 // After no chunk, the first among them, do more rows wait for the file than are documented.
 static void few_rows_wait(const char* folder, int chunk, int bits, int recent_bits) {
-  // As they came and as they are stored, which takes no more (docs/how-it-works/design.md); and the
+  // As they came and as they are stored, which takes no more (docs/how-it-works/index.md); and the
   // last query, in 16 bits.
   const size_t most = (size_t)Hk * (7 + 16) * 2 * D * sizeof(float) + (size_t)Hq * D * 2;
   Conversation c = begun_silent(folder, bits, recent_bits);

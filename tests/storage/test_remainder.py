@@ -57,7 +57,7 @@ def full_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
 
 
 def expected_column(q: np.ndarray, keys: np.ndarray, t: float = 4.0) -> np.ndarray:
-    """docs/how-it-works/design.md's r in float64, one query head per KV head, from evicted keys."""
+    """docs/how-it-works/index.md's r in float64, one query head per KV head, from evicted keys."""
     q, keys = q.astype(np.float64), keys.astype(np.float64)
     mean, var = keys.mean(axis=2), keys.var(axis=2)
     x = 0.5 * SCALE**2 * (q**2 * var[:, :, None]).sum(-1)
@@ -164,7 +164,7 @@ def test_query_heads_meet_their_own_kv_head() -> None:
     [(0.04, 0.04), (0.8, 0.8), (1.5, 1.3), (2.9, 2.1), (5.9, 3.9), (11.5, 6.4), (133, 23)],
 )
 def test_the_saturation_follows_the_measured_curve(x: float, measured: float) -> None:
-    """The second-order term is within a tenth of what real keys showed (how-it-works/design.md)."""
+    """The second-order term is within a tenth of what real keys showed (how-it-works/index.md)."""
     # Two keys at +-d have mean 0 and variance d^2, so one number sets x.
     d = math.sqrt(2 * x) / SCALE
     keys = np.zeros((1, 1, 2, WIDTH), np.float32)

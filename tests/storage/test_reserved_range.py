@@ -259,7 +259,7 @@ def test_what_copies_shared_goes_with_what_the_last_one_overwrites(rows):
 
 
 def test_mlx_itself_never_writes_to_a_range():
-    """If it did, `put_rows` could go (docs/how-it-works/design.md, memory by pages)."""
+    """If it did, `put_rows` could go (docs/how-it-works/index.md, memory by pages)."""
     active = mx.get_active_memory()
     fields = reserved_range.zeros({"keys": ((1, 1024, 64), mx.float32)})
     assert mx.get_active_memory() == active

@@ -172,7 +172,7 @@ def scaled_dot_product_attention_quantized_with_scores(
 
 
 def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array:
-    """The attention that each key received (docs/how-it-works/design.md, Words: mass).
+    """The attention that each key received (docs/how-it-works/index.md, Words: mass).
 
     Args:
         scores: Logits `[B, Hq, L, N]`, float32.
