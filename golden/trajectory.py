@@ -26,8 +26,6 @@ NAME = "trajectory"
 CALLS = [[20, 1], [12, 1], [1, 100], [9, 1], [1, 108]]
 # Calls whose results are recorded: chunks, the first steps after them, and some later ones.
 RECORDED = [1, 2, 3, 40, 101, 102, 103, 150, 210]
-# A cache's unread shares, where it tells them.
-UNREAD = ("unread", "unread_mean")
 # Calls whose output is recorded for all their queries, not the last alone.
 CHUNKS = [102]
 
@@ -237,12 +235,8 @@ def replayed(
                 if name == "kept" or caches[0].policy.needs_attention:
                     of_layers = [mx.array(held(cache, name, most)) for cache in caches]
                     results.setdefault(name, []).append(mx.stack(of_layers))
-            for name in UNREAD:
-                told = [x for cache in caches if (x := getattr(cache, name)) is not None]
-                if told:
-                    results.setdefault(name, []).append(mx.stack(told))
     arrays = {
-        name: mx.stack(parts) if name in ("out", "kept", "scores", *UNREAD) else parts[0]
+        name: mx.stack(parts) if name in ("out", "kept", "scores") else parts[0]
         for name, parts in results.items()
     }
     if "remainder.count" in caches[0].arrays():

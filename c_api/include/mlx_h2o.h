@@ -504,14 +504,6 @@ typedef struct mlx_h2o_remainder_ {
 MLX_H2O_API mlx_h2o_remainder mlx_h2o_remainder_new(void);
 MLX_H2O_API int mlx_h2o_remainder_free(mlx_h2o_remainder remainder);
 
-// The unread share: how much of the newest token's attention went to evicted tokens, through the
-// remainder, for each KV head a mean over its query heads; and its mean over an answer, which
-// begins with the last query of a prompt chunk, or after mlx_h2o_cache_new_turn. [B, Hk] float32
-// each, and not evaluated, so that no step waits; steps go on. Empty before the first token,
-// without a remainder (options.remainder), and where the model attends by itself.
-MLX_H2O_API int mlx_h2o_cache_unread(
-    mlx_array* res, mlx_array* res_mean, mlx_h2o_cache cache, const mlx_stream s);
-
 // Statistics of the evicted.
 MLX_H2O_API int mlx_h2o_cache_remainder(
     mlx_h2o_remainder* res, mlx_h2o_cache cache, const mlx_stream s);

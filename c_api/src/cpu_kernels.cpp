@@ -38,13 +38,11 @@ class CPUDecoder : public Decoder {
             beside_rows(lent), settings.policy.kernel_policy(), settings.remembers(),
             settings.remainder, settings.saturations, recent_of(lent), stream(), settings.frame) {}
 
-  Stepped step(DecodeStep step) override {
+  mx::array step(DecodeStep step) override {
     const AttentionCall& call = step.call;
-    const bool evicted = step.evicted();
-    const StepOutputs given = layer_.step(
+    return layer_.step(
         call.q, step.keys, step.values, call.scale, call.sinks, step.offset, std::move(step.heads),
         step.recent, stream(), nullptr, step.aged_from);
-    return {given.out, evicted ? std::optional(UnreadShare{given.unread}) : std::nullopt};
   }
 
   std::vector<mx::array> last() const override {

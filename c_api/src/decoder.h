@@ -9,7 +9,6 @@
 #include "kernel_terms.h"
 #include "remainder.h"
 #include "settings.h"
-#include "unread.h"
 
 namespace mlx_h2o {
 
@@ -38,19 +37,13 @@ struct Lent {
   std::optional<Fields> window;  // of the recent window, [B, H, size, ...] by name
 };
 
-// What a step gives.
-struct Stepped {
-  mx::array out;                      // [B, Hq, 1, Dv]
-  std::optional<UnreadShare> unread;  // none while nothing was evicted
-};
-
 // A layer whose arrays are with kernels, which change them in place step after step.
 class Decoder {
  public:
   virtual ~Decoder() = default;
 
-  // Folds, writes, attends, accumulates, chooses.
-  virtual Stepped step(DecodeStep step) = 0;
+  // Folds, writes, attends, accumulates, chooses. Out [B, Hq, 1, Dv].
+  virtual mx::array step(DecodeStep step) = 0;
 
   // The arrays as the last step left them; no step may follow.
   virtual Lent end() = 0;

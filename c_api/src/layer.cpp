@@ -16,8 +16,7 @@ BoundedLayer::BoundedLayer(
     : settings(settings),
       types(RowTypes::of(keys, values)),
       memory_(settings, keys, values),
-      journal_(settings.undo),
-      unread_(types.batch, settings.heads(), settings.undo) {}
+      journal_(settings.undo) {}
 
 int BoundedLayer::held() const {
   int longest = 0;
@@ -29,8 +28,6 @@ std::vector<mx::array> BoundedLayer::side_state() const {
   std::vector<mx::array> all = memory_.arrays();
   const std::vector<mx::array> noted = journal_.newest();
   all.insert(all.end(), noted.begin(), noted.end());
-  const std::vector<mx::array> unread = unread_.arrays();
-  all.insert(all.end(), unread.begin(), unread.end());
   const std::vector<mx::array> beside = of_file();
   all.insert(all.end(), beside.begin(), beside.end());
   return all;
@@ -49,7 +46,6 @@ std::vector<Fields> BoundedLayer::take_in(const mx::array& keys, const mx::array
   const int L = keys.shape(2), first = offset_;
   memory_.fit_positions(first + L);
   note(L);
-  if (L > 1) unread_.restart();  // a prompt: an answer begins with its last token
   std::optional<Fields> rows;
   if (RecentWindow* window = memory_.window())
     rows = window->push(keys, values, first);
@@ -168,9 +164,7 @@ mx::array BoundedLayer::decode(
   ++offset_;
   const std::optional<RecentStep> recent = memory_.advance_window();
   std::vector<HeadPlan> heads = advanced(recent && !recent->leaving);
-  Stepped step = decoder.step({call, keys, values, offset_, std::move(heads), recent, aged_from_});
-  const std::vector<mx::array> summed = note_unread(std::move(step.unread));
-  return summed.empty() ? step.out : mx::depends({step.out}, summed)[0];
+  return decoder.step({call, keys, values, offset_, std::move(heads), recent, aged_from_});
 }
 
 // What each head does in a fused step; no row comes into slots where the new one `stays` recent.
@@ -227,7 +221,6 @@ void BoundedLayer::mark_pins() {
 }
 
 void BoundedLayer::new_turn(double carry) {
-  unread_.restart();
   if (carry == 1 || !offset_) return;
   journal_.clear();
   const int before = aged_from_, after = offset_ - int(carry * (offset_ - before));
@@ -263,7 +256,6 @@ int BoundedLayer::trimmable() const {
 
 void BoundedLayer::trim(int n) {
   journal_.settle();
-  unread_.take_back(n);
   aged_from_ = std::min(aged_from_, std::max(offset_ - n - 1, 0));
   SlotStore& store = memory_.store();
   for (; n && journal_.count(); --n) {

@@ -4,7 +4,6 @@
 
 #include "array_owner.h"
 #include "journal.h"
-#include "unread.h"
 
 namespace mlx_h2o {
 
@@ -35,7 +34,6 @@ class BoundedLayer {
         types(types),
         memory_(std::move(memory)),
         journal_(settings.undo),
-        unread_(types.batch, settings.heads(), settings.undo),
         offset_(offset),
         aged_from_(aged_from) {}
 
@@ -45,7 +43,6 @@ class BoundedLayer {
         types(other.types),
         memory_(other.memory_, settings),
         journal_(other.journal_),
-        unread_(other.unread_),
         offset_(other.offset_),
         aged_from_(other.aged_from_) {}
 
@@ -166,14 +163,6 @@ class BoundedLayer {
   // One token in one fused step, which `accepts` it. Out [B, Hq, 1, Dv].
   mx::array decode(const AttentionCall& call, const mx::array& keys, const mx::array& values);
 
-  // Takes in the newest token's unread share; what is to be evaluated with the step.
-  std::vector<mx::array> note_unread(std::optional<UnreadShare> share) {
-    return settings.remainder ? unread_.note(std::move(share)) : std::vector<mx::array>{};
-  }
-  const UnreadShares& unread() const {
-    return unread_;
-  }
-
   // -- between steps ------------------------------------------------------------------------------
 
   // Has the recent window, if there is one, as large as the settings say; the rows that leave it.
@@ -212,7 +201,6 @@ class BoundedLayer {
         types(other.types),
         memory_(other.memory_, other.settings, std::move(seen)),
         journal_(other.journal_),
-        unread_(other.unread_),
         offset_(other.offset_),
         aged_from_(other.aged_from_) {}
 
@@ -224,7 +212,6 @@ class BoundedLayer {
 
   Memory memory_;
   Journal journal_;
-  UnreadShares unread_;
   int offset_ = 0, aged_from_ = 0;
 };
 

@@ -1,7 +1,6 @@
 #include "scoring.h"
 
 #include "policy_view.h"
-#include "unread.h"
 
 namespace mlx_h2o {
 
@@ -43,16 +42,14 @@ struct RunAttention {
     const int L = call.length(), N = count(keys);
     return L == 1 || !call.mask.causal ? N : N - L + end;
   }
-  // Attention of the queries start to end - 1; `unread`, unless null: the last one's shares.
-  Attended attended(
-      int start, int end, Export wanted, std::optional<mx::array>* unread = nullptr) const;
+  // Attention of the queries start to end - 1.
+  Attended attended(int start, int end, Export wanted) const;
   Seen seen(const Fields& fields) const;
   // Mass of the last `window` queries of the whole prompt, of what its last chunk showed.
   mx::array window_mass(const Observation& seen, const mx::array& scores) const;
 };
 
-Attended RunAttention::attended(
-    int start, int end, Export wanted, std::optional<mx::array>* unread) const {
+Attended RunAttention::attended(int start, int end, Export wanted) const {
   const AttentionCall block = call.queries(start, end);
   std::optional<Seed> seed;
   if (remainder)
@@ -60,12 +57,9 @@ Attended RunAttention::attended(
   Masking mask = block.over(count(keys), call.length());
   // A single token sees all rows.
   mask.causal = mask.causal && call.length() > 1;
-  const Attended attended = attend(
+  return attend(
       block.q, first_rows(keys, visible(end)), first_rows(values, visible(end)), block.scale, mask,
       block.sinks, seed, wanted);
-  const auto last = [&](const mx::array& a) { return part(a, 2, end - start - 1, end - start); };
-  if (unread && seed) *unread = unread_share(last(seed->first), last(attended.lse), heads);
-  return attended;
 }
 
 // Attends block by block, accumulating scores; `fields` are the slots'.
@@ -73,14 +67,13 @@ Seen RunAttention::seen(const Fields& fields) const {
   const int L = call.length(), N = count(keys), first = first_seen();
   std::vector<mx::array> outs;
   if (first) outs.push_back(attended(0, first, Export::none).out);
-  std::optional<mx::array> scores, mass, unread;
+  std::optional<mx::array> scores, mass;
   if (policy.needs_attention()) scores = ranked.at("scores");
   // A window is one block, and so is whatever leaves no logits behind.
   const int step = windowed() || policy.sums_mass() ? L : kQueryBlock;
   for (int start = first; start < L; start += step) {
     const int end = std::min(start + step, L), shown = visible(end);
-    const Attended block =
-        attended(start, end, policy.sums_mass() ? Export::mass : Export::logits, &unread);
+    const Attended block = attended(start, end, policy.sums_mass() ? Export::mass : Export::logits);
     outs.push_back(block.out);
     Observation seen{block.logits, block.lse, heads, block.mass, std::nullopt};
     if (windowed()) {
@@ -91,9 +84,7 @@ Seen RunAttention::seen(const Fields& fields) const {
     const mx::array after = policy.accumulate(part(before, 2, 0, shown), seen);
     scores = shown < N ? mx::concatenate({after, part(before, 2, shown, N)}, 2) : after;
   }
-  // A policy that observes no attention leaves the last query's lse to be asked for.
-  if (!scores && remainder) attended(L - 1, L, Export::mass, &unread);
-  Seen found{join_along(std::move(outs), 2), fields, std::nullopt, mass, unread};
+  Seen found{join_along(std::move(outs), 2), fields, std::nullopt, mass};
   if (!scores) return found;
   const int kept = fields.at("positions").shape(2);
   found.fields.insert_or_assign("scores", part(*scores, 2, 0, kept));

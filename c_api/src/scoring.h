@@ -13,7 +13,6 @@ struct Seen {
   std::optional<mx::array> newest_scores;  // of the recent window's tokens, [B, heads, M]
   // What the last queries of a prompt gave each row, [B, heads, N + M], if the policy wants that.
   std::optional<mx::array> window_mass;
-  std::optional<mx::array> unread;  // the last query's shares [B, heads], if there is a remainder
 };
 
 // Attends with a run's queries to its slots, whose fields are [B, heads, N, ...], the newest tokens

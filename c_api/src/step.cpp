@@ -30,19 +30,6 @@ void check_call(const AttentionCall& call, const mx::array& keys) {
       "Attention sinks must be [Hq] and floating.");
 }
 
-// The last query's unread shares in all runs, none while nothing was evicted.
-std::optional<UnreadShare> unread_of(
-    const BoundedLayer& layer, const std::vector<std::optional<mx::array>>& of_runs) {
-  std::vector<mx::array> parts;
-  bool any = false;
-  for (size_t i = 0; i < of_runs.size(); ++i) {
-    any = any || of_runs[i];
-    parts.push_back(of_runs[i].value_or(mx::zeros({layer.types.batch, layer.runs()[i].heads()})));
-  }
-  if (!any) return std::nullopt;
-  return UnreadShare{join_along(std::move(parts), 1)};
-}
-
 // Attends to old and new rows first, and evicts after. Queries and keys are in the layer's frame.
 mx::array attend_op_by_op(
     BoundedLayer& layer, const AttentionCall& call, const mx::array& keys,
@@ -50,21 +37,17 @@ mx::array attend_op_by_op(
   const std::vector<Fields> attended = layer.take_in(keys, values);
   std::vector<mx::array> outs, newest;
   std::vector<Fields> fields;
-  std::vector<std::optional<mx::array>> window_masses, unread;
+  std::vector<std::optional<mx::array>> window_masses;
   for (size_t i = 0; i < attended.size(); ++i) {
     Seen seen = observe(layer, layer.runs()[i], call, attended[i]);
     outs.push_back(seen.out);
     if (seen.newest_scores) newest.push_back(*seen.newest_scores);
     fields.push_back(std::move(seen.fields));
     window_masses.push_back(seen.window_mass);
-    unread.push_back(seen.unread);
   }
-  std::vector<mx::array> beside = layer.note_unread(unread_of(layer, unread));
   if (!newest.empty()) layer.write_newest_scores(join_along(std::move(newest), 1));
   settle(layer, fields, window_masses);
-  const std::vector<mx::array> state = layer.side_state();
-  beside.insert(beside.end(), state.begin(), state.end());
-  return mx::depends({join_along(std::move(outs), 1)}, beside)[0];
+  return mx::depends({join_along(std::move(outs), 1)}, layer.side_state())[0];
 }
 
 // One token or one chunk.

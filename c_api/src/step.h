@@ -106,12 +106,6 @@ class Core {
   // Keys and values in the same order, [B, H, size(), width], in the frame if there is one.
   std::pair<mx::array, mx::array> rows();
   Remainder remainder();
-  // The newest token's unread shares and their mean over the answer (unread.h), [B, H] each; none
-  // before the first token, without a remainder, and where the model attends by itself.
-  std::pair<std::optional<mx::array>, std::optional<mx::array>> unread() const {
-    if (!layer_) return {};
-    return {layer_->unread().newest(), layer_->unread().mean()};
-  }
   // Whether a decoder has the arrays.
   bool is_lent() const {
     return layer_ && layer_->is_lent();

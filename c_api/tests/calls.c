@@ -214,10 +214,6 @@ static int scores(Call* c) {
   return mlx_h2o_cache_scores(out(c, 0), c->cache, c->s);
 }
 
-static int unread(Call* c) {
-  return mlx_h2o_cache_unread(out(c, 0), out(c, 1), c->cache, c->s);
-}
-
 static int remainder_of(Call* c) {
   mlx_h2o_remainder r = results(c);
   const int status = mlx_h2o_cache_remainder(c->missing < 0 ? &r : NULL, c->cache, c->s);
@@ -499,7 +495,6 @@ const Function kFunctions[] = {
      .streamed = true},
     {"cache_kept", kept, {{0}}, 1, "", .cache = true, .streamed = true},
     {"cache_scores", scores, {{0}}, 1, "", .cache = true, .streamed = true},
-    {"cache_unread", unread, {{0}}, 2, "", .cache = true, .streamed = true, .may_be_empty = true},
     {"cache_remainder", remainder_of, {{0}}, 4, "", .cache = true, .streamed = true},
 };
 const int kFunctionCount = sizeof kFunctions / sizeof *kFunctions;

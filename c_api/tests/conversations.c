@@ -219,7 +219,6 @@ static void same_caches(const char* layer, mlx_h2o_cache one, mlx_h2o_cache othe
   int64_t evicted[2];
   mlx_h2o_cache both[] = {one, other};
   mlx_array kept[2] = {kNone, kNone}, scores[2] = {kNone, kNone};
-  mlx_array unread[2] = {kNone, kNone}, mean = kNone;
   mlx_h2o_remainder remainder[2] = {mlx_h2o_remainder_new(), mlx_h2o_remainder_new()};
   bool scored = true, remembers = true;
   for (int i = 0; i < 2; ++i) {
@@ -229,16 +228,11 @@ static void same_caches(const char* layer, mlx_h2o_cache one, mlx_h2o_cache othe
     must(mlx_h2o_cache_kept(&kept[i], both[i], s), "kept");
     scored = !mlx_h2o_cache_scores(&scores[i], both[i], s) && scored;
     remembers = !mlx_h2o_cache_remainder(&remainder[i], both[i], s) && remembers;
-    must(mlx_h2o_cache_unread(&unread[i], &mean, both[i], s), "unread");
   }
   if (offsets[0] != offsets[1] || sizes[0] != sizes[1] || evicted[0] != evicted[1])
     differs(layer, "offsets, sizes or numbers of evicted", at);
   same_arrays(layer, "positions", kept[0], kept[1], at);
   if (scored) same_arrays(layer, "scores", scores[0], scores[1], at);
-  if (unread[0].ctx && unread[1].ctx)
-    same_arrays(layer, "unread shares", unread[0], unread[1], at);
-  else if (unread[0].ctx || unread[1].ctx)
-    differs(layer, "unread shares", at);
   if (remembers) {
     same_arrays(layer, "counts", remainder[0].count, remainder[1].count, at);
     same_arrays(layer, "mean keys", remainder[0].mean_key, remainder[1].mean_key, at);
@@ -246,10 +240,9 @@ static void same_caches(const char* layer, mlx_h2o_cache one, mlx_h2o_cache othe
     same_arrays(layer, "mean values", remainder[0].mean_value, remainder[1].mean_value, at);
   }
   for (int i = 0; i < 2; ++i) {
-    mlx_array_free(kept[i]), mlx_array_free(scores[i]), mlx_array_free(unread[i]);
+    mlx_array_free(kept[i]), mlx_array_free(scores[i]);
     mlx_h2o_remainder_free(remainder[i]);
   }
-  mlx_array_free(mean);
 }
 
 // -- positions ------------------------------------------------------------------------------------

@@ -191,39 +191,21 @@ static void widen(void* to, size_t to_width, const void* from, size_t from_width
 
 // What is recorded of all layers, record after record, and how far that is.
 typedef struct Records_ {
-  float *outs, *scores, *unread[2];  // unread shares, and their mean
+  float *outs, *scores;
   int32_t* kept;
-  size_t out_size, kept_size, unread_size, count;
-  bool scored, told;
+  size_t out_size, kept_size, count;
+  bool scored;
 } Records;
 
 static Records records_of(const Trajectory* t, size_t recorded) {
   const size_t of_all = recorded * (size_t)t->layers;
   Records all = {
-      .out_size = (size_t)t->B * t->Hq * t->Dv,
-      .kept_size = (size_t)t->B * t->Hk * t->most,
-      .unread_size = (size_t)t->B * t->Hk};
-  for (int i = 0; i < 2; ++i)
-    all.unread[i] = calloc(of_all * all.unread_size, sizeof *all.unread[i]);
+      .out_size = (size_t)t->B * t->Hq * t->Dv, .kept_size = (size_t)t->B * t->Hk * t->most};
   all.outs = calloc(of_all * all.out_size, sizeof *all.outs);
   all.scores = calloc(of_all * all.kept_size, sizeof *all.scores);
   all.kept = malloc(of_all * all.kept_size * sizeof *all.kept);
   for (size_t i = 0; i < of_all * all.kept_size; ++i) all.kept[i] = -1;
   return all;
-}
-
-// What a cache tells of evicted tokens' part; nothing without a remainder.
-static void record_unread(const Replay* r, Records* all, size_t at, mlx_h2o_cache cache) {
-  mlx_array told[2] = {kNone, kNone};
-  TRY(mlx_h2o_cache_unread(&told[0], &told[1], cache, r->s));
-  for (int i = 0; i < 2; ++i) {
-    if (!told[i].ctx) continue;
-    float* shares = floats_of(r, told[i]);
-    memcpy(all->unread[i] + at * all->unread_size, shares, all->unread_size * sizeof *shares);
-    free(shares);
-    mlx_array_free(told[i]);
-    all->told = true;
-  }
 }
 
 // The last of a call's L outputs, and what the layer holds after it.
@@ -249,7 +231,6 @@ static void record(
     all->scored = true;
   }
   mlx_array_free(positions), mlx_array_free(of_slots);
-  record_unread(r, all, at, cache);
 }
 
 static void expect_records(Replay* r, const Records* all) {
@@ -259,13 +240,6 @@ static void expect_records(Replay* r, const Records* all) {
   if ((has_scores.ctx != NULL) != all->scored) differs(r, "scores", "are on one side only");
   if (all->scored) expect_floats(r, "scores", all->scores, all->count * all->kept_size);
   mlx_array_free(has_scores);
-  const char* const names[] = {"unread", "unread_mean"};
-  for (int i = 0; i < 2; ++i) {
-    mlx_array has = golden(r, "out", names[i]);
-    if ((has.ctx != NULL) != all->told) differs(r, names[i], "is on one side only");
-    if (all->told) expect_floats(r, names[i], all->unread[i], all->count * all->unread_size);
-    mlx_array_free(has);
-  }
 }
 
 // The statistics of the evicted, of all layers.
@@ -344,7 +318,7 @@ void replay_trajectory(Replay* r) {
   expect_records(r, &all);
   expect_remainders(r, &t);
   expect_all_returned(r, &t);
-  free(all.outs), free(all.scores), free(all.kept), free(all.unread[0]), free(all.unread[1]);
+  free(all.outs), free(all.scores), free(all.kept);
   free(lengths), free(records), free(whole);
   free(talk.pins), free(talk.turns), free(talk.carries);
   trajectory_free(t);

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mlx_h2o.caches.plain_rows import PlainRowsKVCache
     from mlx_h2o.caches.resume import resume
     from mlx_h2o.caches.shared import SharedKVCache
-    from mlx_h2o.caches.unread import unread
     from mlx_h2o.calibration.calibrate import calibrate
     from mlx_h2o.calibration.centres_build import learn_query_centres
     from mlx_h2o.calibration.exact_kl import calibrate_exactly
@@ -78,7 +77,6 @@ _NAMES_OF_MODULES = {
     "caches.plain_rows": "PlainRowsKVCache",
     "caches.resume": "resume",
     "caches.shared": "SharedKVCache",
-    "caches.unread": "unread",
     "calibration.calibrate": "calibrate",
     "calibration.centres_build": "learn_query_centres",
     "calibration.exact_kl": "calibrate_exactly",
@@ -182,6 +180,5 @@ __all__ = [
     "spans_for",
     "uninstall",
     "unpin",
-    "unread",
     "use_openblas",
 ]

@@ -156,18 +156,16 @@ NB_MODULE(_ext, m) {
              bool undo, int aged_from, mx::StreamOrDevice s) {
             PlannedToken token = planned_token({offset, heads, recent, aged_from});
             std::vector<mx::array> before;
-            StepOutputs stepped = self.step(
+            mx::array out = self.step(
                 q, k, v, scale, sinks, offset, std::move(token.heads), token.recent, s,
                 undo ? &before : nullptr, token.aged_from);
-            return std::tuple(std::move(stepped.out), std::move(stepped.unread), std::move(before));
+            return std::pair(std::move(out), std::move(before));
           },
           "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
           "heads"_a, "recent"_a = nb::none(), "undo"_a = false, "aged_from"_a = 0,
           "stream"_a = nb::none(),
           "One token; heads are (start, length, victim, recent, evicted, choose), recent is "
-          "(slot, length, leaving). Returns out, unread, and with undo what the step changes, as "
-          "it "
-          "was.")
+          "(slot, length, leaving). Returns out, and with undo what the step changes, as it was.")
       .def(
           "close", &DecodingLayer::close, "stream"_a = nb::none(),
           "The fields as arrays again; no step may follow.")
@@ -181,14 +179,11 @@ NB_MODULE(_ext, m) {
         std::vector<PlannedToken> planned;
         planned.reserve(tokens.size());
         for (const auto& token : tokens) planned.push_back(planned_token(token));
-        StepOutputs stepped =
-            DecodingLayer::step_together(layers, q, k, v, scale, sinks, std::move(planned), s);
-        return std::pair(std::move(stepped.out), std::move(stepped.unread));
+        return DecodingLayer::step_together(layers, q, k, v, scale, sinks, std::move(planned), s);
       },
       "layers"_a, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "tokens"_a,
       "stream"_a = nb::none(),
-      "One token of several layers: (offset, heads, recent, aged_from) of each. Returns out "
-      "and unread.");
+      "One token of several layers: (offset, heads, recent, aged_from) of each.");
 
   m.def(
       "tracing",

@@ -65,12 +65,6 @@ def assert_alike(ours, theirs, outs, tolerance=1e-4):
         np.testing.assert_allclose(
             ours.remainder.arrays[name], array, rtol=10 * tolerance, atol=tolerance
         )
-    assert (ours.unread is None) == (theirs.unread is None)
-    if theirs.unread is not None:
-        for name in ("unread", "unread_mean"):
-            shares = [np.array(getattr(cache, name)) for cache in (ours, theirs)]
-            np.testing.assert_allclose(*shares, rtol=10 * tolerance, atol=tolerance)
-            assert shares[1].max() > 0
     if "scores" in theirs.store.fields:
         for run in theirs.store.runs:
             order = [np.argsort(np.array(c.store.view(run, "positions"))) for c in (ours, theirs)]

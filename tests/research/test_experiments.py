@@ -70,11 +70,11 @@ def test_it_runs(name, tmp_path):
 
 
 def test_no_experiment_is_left_out():
-    """All of research/ that has a command line; that of `unread` is tested with its functions."""
+    """All of research/ that has a command line."""
     there = {
         path.stem for path in (ROOT / "research").glob("*.py") if "__main__" in path.read_text()
     }
-    assert there == {name.split()[0] for name in RUNS} | {"unread"}
+    assert there == {name.split()[0] for name in RUNS}
 
 
 def test_answers_that_the_full_cache_does_not_give_are_not_asked_for():

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
 import openai
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -444,63 +443,8 @@ def test_an_answers_fields_are_those_of_mlx_lms_server(plain):
     }  # fmt: skip
     assert answer["object"] == "chat.completion"
     assert re.fullmatch(r"chatcmpl-[0-9a-f-]{36}", answer["id"])
-    # Beside mlx-lm's there is ours: how far the answer leans on evicted tokens.
-    assert set(answer["choices"][0]) == {"index", "finish_reason", "message", "mlx_h2o"}
+    assert set(answer["choices"][0]) == {"index", "finish_reason", "message"}
     assert set(answer["choices"][0]["message"]) == {"role", "content"}
     chunks = [chunk.to_dict() for chunk in chat(plain, 3, stream=True)]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-
-
-# -- the unread share -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["in a batch", "alone"])
-def test_an_answer_says_how_far_it_leans_on_evicted_tokens(plain, loaded, options):
-    """As the library tells it of the same caches; nothing while nothing is evicted."""
-    prompt = words(0, 120)
-    asked = {"model": MODEL, "max_tokens": 6, "temperature": 0, **options}
-    answer = plain.client.completions.create(prompt=prompt, **asked)
-    told = answer.choices[0].model_extra["mlx_h2o"]
-    model, tokenizer = loaded
-    cache = mlx_h2o.make_prompt_cache(model, max_size=SIZE)
-    mlx_lm.generate(model, tokenizer, prompt, max_tokens=6, prompt_cache=cache)
-    expected = mlx_h2o.unread(cache)
-    assert expected > 0.01
-    assert told == {"unread": pytest.approx(expected, rel=0.05)}
-
-    chat = [{"role": "user", "content": prompt}]
-    pieces = list(plain.client.chat.completions.create(messages=chat, stream=True, **asked))
-    leaning = [(piece.choices[0].model_extra or {}).get("mlx_h2o") for piece in pieces]
-    assert leaning[:-1] == [None] * (len(pieces) - 1)
-    assert pieces[-1].choices[0].finish_reason
-    assert 0 < leaning[-1]["unread"] < 1
-
-    short = plain.client.completions.create(prompt=words(0, 8), **asked)
-    assert short.choices[0].model_extra["mlx_h2o"] == {"unread": 0.0}
-
-
-def test_each_of_several_answers_says_it(plain):
-    answer = plain.client.completions.create(
-        model=MODEL, prompt=words(0, 120), max_tokens=6, n=2, temperature=1.0
-    )
-    assert all(0 < choice.model_extra["mlx_h2o"]["unread"] < 1 for choice in answer.choices)
-
-
-def test_metrics_have_the_answers_unread_shares(plain):
-    def counted() -> float:
-        text = plain.generator.metrics.text()
-        found = re.search(r"^mlx_h2o_unread_share_count (\S+)", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-    before = counted()
-    plain.ask(words(0, 120))
-    assert counted() == before + 1
-
-
-def test_without_a_remainder_no_share_is_said():
-    with serving(defaults={"max_size": SIZE, "remainder": False}) as running:
-        answer = running.client.completions.create(
-            model=MODEL, prompt=words(0, 120), max_tokens=4, temperature=0
-        )
-        assert "mlx_h2o" not in (answer.choices[0].model_extra or {})

@@ -411,16 +411,6 @@ int mlx_h2o_cache_rows(
   });
 }
 
-int mlx_h2o_cache_unread(
-    mlx_array* res, mlx_array* res_mean, mlx_h2o_cache cache, const mlx_stream s) {
-  return changing(cache, s, [&](Core& core) {
-    wants(res, res_mean);
-    const auto [newest, mean] = core.unread();
-    give_if_any(res, newest);
-    give_if_any(res_mean, mean);
-  });
-}
-
 int mlx_h2o_cache_arrays(
     mlx_map_string_to_array* res, mlx_string* res_settings, mlx_h2o_cache cache,
     const mlx_stream s) {

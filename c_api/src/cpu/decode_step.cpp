@@ -65,7 +65,6 @@ class DecodeStep {
     a.sinks = step_.sinks;
     a.out = step_.out;
     a.out_dtype = layer_.out_dtype;
-    std::fill_n(step_.unread, int64_t(layer_.B) * layer_.Hk, 0.0f);
     if (layer_.answers && evicted) {
       fill_columns();
       a.seed_logits = columns_.data();
@@ -78,13 +77,10 @@ class DecodeStep {
     a.keep_logits = policy.score == Score::ema_logits;
     a.keep_weights = policy.score != Score::none && !a.keep_logits;
     const bool observes = policy.score != Score::none || choose;
-    if (!observes && !a.seed_logits) return attend(a);
+    if (!observes) return attend(a);
     if (choose && policy.per_layer)
       layer_priorities_.resize(int64_t(layer_.B) * layer_.Hk * step_.heads[0].length);
-    attend(a, [this, observes](const AttendedHead& head) {
-      if (!columns_.empty()) note_unread(head);
-      if (observes) after(head);
-    });
+    attend(a, [this](const AttendedHead& head) { after(head); });
     if (choose && policy.per_layer) choose_for_layer();
   }
 
@@ -230,15 +226,6 @@ class DecodeStep {
       kernels().read_row(row, state_.recent.keys.rows(), recent_slot(b, h, n), layer_.D);
       use();
     }
-  }
-
-  // storage/unread.py: shares
-  void note_unread(const AttendedHead& attended) const {
-    const float* columns =
-        columns_.data() + int64_t(attended.batch) * layer_.Hq + attended.head * G_;
-    float sum = 0;
-    for (int g = 0; g < G_; ++g) sum += std::exp(columns[g] - attended.lse[g]);
-    step_.unread[of_head(attended.batch, attended.head)] = sum / G_;
   }
 
   // Scores, priorities and victims of one head, on the thread that attended to its last slots.

@@ -89,7 +89,6 @@ struct Step {
   int64_t v_batch, v_head;
   const float* sinks;  // [Hq] or nullptr
   void* out;           // [B, Hq, 1, Dv]
-  float* unread;       // [B, Hk]: what the remainder's column received, mean over query heads
 };
 
 // Which slot of a head takes a row: the victim's, or the next unused one.

@@ -81,9 +81,8 @@ VectorAttended attended_of(
   };
   VectorAttended attended{
       mx::reshape(written.at("out"), {B, Hq, L, Dv}), found("lse"), found("logits"),
-      found("distances"), found("columns")};
+      found("distances")};
   if (attended.lse) attended.lse = mx::reshape(*attended.lse, {B, Hq, L});
-  if (attended.columns) attended.columns = mx::reshape(*attended.columns, {B, Hq, L});
   if (call.ranges) return attended;
   if (attended.logits) attended.logits = mx::reshape(*attended.logits, {B, Hq, L, -1});
   if (attended.distances) attended.distances = mx::reshape(*attended.distances, {B, Hk, -1});
@@ -116,8 +115,6 @@ VectorAttended vector_attend(
   if (wanted == VectorExport::logits)
     outputs.emplace("logits", std::pair(mx::Shape{B, G * L * work.slots}, mx::float32));
   if (call.means) outputs.emplace("distances", std::pair(mx::Shape{B, work.slots}, mx::float32));
-  const bool columns = call.columns && call.remainder;
-  if (columns) outputs.emplace("columns", std::pair(mx::Shape{B, Hk, G, L}, mx::float32));
   const Tiling tiles = tiling(D, Dv, G, L, itemsize, packed);
   Buffers written = launch(
       "attention_vector", inputs, outputs,
@@ -134,7 +131,6 @@ VectorAttended vector_attend(
             {"MASK", mask.kind},
             {"SINKS", call.sinks.has_value()},
             {"REMAINDER", call.remainder.has_value()},
-            {"COLUMNS", columns},
             {"DISTANCES", call.means.has_value()},
             {"FRAME", call.frame_scale.has_value()},
             {"EXPORT", static_cast<int>(wanted)}}}),

@@ -25,7 +25,6 @@ struct VectorCall {
   std::optional<mx::array> means = std::nullopt;        // [B, Hk, D]: measure keys' distances
   std::optional<HeadRanges> ranges = std::nullopt;      // for flat keys [B, S, D] and values
   VectorExport wanted = VectorExport::logits;
-  bool columns = false;  // whether the logits of the remainder's column are wanted too
   std::string architecture = "";
   // What a kernel wrote that changed keys and values in place: read only after it.
   std::optional<mx::array> after = std::nullopt;
@@ -38,7 +37,6 @@ struct VectorAttended {
   std::optional<mx::array> lse;        // [B, Hq, L]
   std::optional<mx::array> logits;     // [B, Hq, L, N], or [B, G * L * slots]
   std::optional<mx::array> distances;  // ||k - mean||^2 [B, Hk, N], or [B, slots]
-  std::optional<mx::array> columns;    // [B, Hq, L]
 };
 
 VectorAttended vector_attend(

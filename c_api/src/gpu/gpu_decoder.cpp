@@ -54,7 +54,7 @@ class GPUDecoder : public Decoder {
       slots_.norms = mx::sqrt(mx::sum(mx::square(f32(dense(slots_.values))), -1));
   }
 
-  Stepped step(DecodeStep step) override {
+  mx::array step(DecodeStep step) override {
     const bool evicted = step.evicted();
     const mx::array &q = step.call.q, &k = step.keys, &v = step.values;
     const StepPlan plan{step.offset,         slots_.keys.arrays[0].shape(1), policy_.sink,
@@ -73,7 +73,6 @@ class GPUDecoder : public Decoder {
       worth = unlike_directions(plan, slots_.keys, written);
     VectorCall call{step.call.scale, {}, step.call.sinks};
     if (answers_ && evicted) call.remainder = remainder_;
-    call.columns = call.remainder.has_value();
     call.saturations = saturations_;
     if (frame_) call.frame_scale = frame_->scale;
     call.means = means;
@@ -85,10 +84,7 @@ class GPUDecoder : public Decoder {
         vector_attend(mx::astype(q, k.dtype()), slots_.keys, slots_.values, call);
     victims_ = update(plan, slots_, policy_, attended, victims_, written, means, worth);
     // Evaluating the output evaluates all of the step.
-    Stepped stepped{
-        mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0], std::nullopt};
-    if (attended.columns) stepped.unread = UnreadShare{*attended.columns, attended.lse};
-    return stepped;
+    return mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0];
   }
 
   std::vector<mx::array> last() const override {

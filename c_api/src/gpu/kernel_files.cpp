@@ -240,18 +240,16 @@ namespace h2o {
 #define SCRATCH 2112
 
 // Columns that are no slots: attention sinks and the remainder.
-template <int G, int QUERIES, bool SINKS, bool REMAINDER, bool COLUMNS, typename T, int W, int WV,
-          int ROWS, typename Sinks, typename Counts, typename Saturations>
+template <int G, int QUERIES, bool SINKS, bool REMAINDER, typename T, int W, int WV, int ROWS,
+          typename Sinks, typename Counts, typename Saturations>
 inline void join_other_columns(
     thread QueryRows<T, W, WV, ROWS>& rows,
     Sinks sinks,  // of this KV head's group
     Remainder<Counts> remainder,
     Saturations saturation,  // of this KV head
     int kv_head,             // counted over the batch
-    int count_of_queries,
     float scale,
-    int lane,
-    device float* columns) {  // [B, Hk, G, L]
+    int lane) {
   if (SINKS) {
     float nothing[WV] = {0.0f};
     UNROLL
@@ -271,20 +269,14 @@ inline void join_other_columns(
       const float logit =
           remainder_logit<W>(rows.queries[r], scale, count, mean_key, var_key, saturation[0]);
       join(rows.sums[r], logit, mean_value, lane);
-      if (COLUMNS) {
-        const QueryRow row = query_row<G, QUERIES>(rows.first + r, count_of_queries);
-        if (row.live && lane == 0) {
-          columns[(int64_t(kv_head) * G + row.head) * count_of_queries + row.query] = logit;
-        }
-      }
     }
   }
 }
 
 // Threadgroup (0, item, batch and block of rows) of a launch.
 template <typename T, int D, int DV, int G, int QUERIES, int ROWS, int ROW_GROUPS, int SIMDS,
-          int KEYS, int MASK, bool SINKS, bool REMAINDER, bool COLUMNS, bool DISTANCES, bool FRAME,
-          int EXPORT, typename Factors, typename Keys, typename Values, typename Mask, typename Sinks,
+          int KEYS, int MASK, bool SINKS, bool REMAINDER, bool DISTANCES, bool FRAME, int EXPORT,
+          typename Factors, typename Keys, typename Values, typename Mask, typename Sinks,
           typename Counts, typename Saturations, typename Out, typename StagedKeys,
           typename StagedValues>
 inline void attention_vector(
@@ -303,7 +295,6 @@ inline void attention_vector(
     device float* lse,                // [B, items, G, L]
     device float* logits,             // [B, slots * G * L]: head after head [G, L, length]
     device float* distances,          // [B, slots]
-    device float* columns,            // [B, Hk, G, L]: logits of the remainder's column
     threadgroup float* scratch,
     threadgroup float* tops,
     threadgroup float* totals,
@@ -355,9 +346,8 @@ inline void attention_vector(
   }
   // They count once for a head.
   if ((SINKS || REMAINDER) && work.offset == 0 && simd < ROW_GROUPS) {
-    join_other_columns<G, QUERIES, SINKS, REMAINDER, COLUMNS>(
-        rows, sinks + work.head * G, remainder, saturation + work.head, kv_head, launch.queries,
-        factors[0], lane, columns);
+    join_other_columns<G, QUERIES, SINKS, REMAINDER>(
+        rows, sinks + work.head * G, remainder, saturation + work.head, kv_head, factors[0], lane);
   }
 
   for (int done = 0; done < work.count; done += STEP) {
@@ -417,7 +407,6 @@ inline void attention_vector(
 //! out lse optional float
 //! out logits optional float
 //! out distances optional float
-//! out columns optional float
 //! body
 
   typedef typename h2o::Stored<K_BITS, T>::Element Key;
@@ -438,8 +427,8 @@ inline void attention_vector(
   THREADGROUP_ARRAY(T, staged_value_scales, STAGED_ROWS * VALUE_GROUPS + 1);
   THREADGROUP_ARRAY(T, staged_value_biases, STAGED_ROWS * VALUE_GROUPS + 1);
   h2o::attention_vector<
-      T, D, DV, G, QUERIES, ROWS, ROW_GROUPS, SIMDS, KEYS, MASK, SINKS, REMAINDER, COLUMNS,
-      DISTANCES, FRAME, EXPORT>(
+      T, D, DV, G, QUERIES, ROWS, ROW_GROUPS, SIMDS, KEYS, MASK, SINKS, REMAINDER, DISTANCES,
+      FRAME, EXPORT>(
       params, factors, ROWS_OF(queries, queries_strides),
       h2o::stored_rows(
           of_keys, ROWS_OF(keys, keys_strides), ROWS_OF(key_scales, key_scales_strides),
@@ -449,7 +438,7 @@ inline void attention_vector(
           ROWS_OF(value_biases, value_biases_strides)),
       ROWS_OF(mask, mask_strides), sinks,
       h2o::remainder_of(counts, mean_keys, var_keys, mean_values), saturation, means, frame_scale,
-      out, lse, logits, distances, columns, scratch, tops, totals,
+      out, lse, logits, distances, scratch, tops, totals,
       h2o::stored_rows(
           of_keys, h2o::dense_rows(staged_keys, KEY_ELEMENTS),
           h2o::dense_rows(staged_key_scales, KEY_GROUPS),

@@ -226,25 +226,6 @@ class BoundedKVCache:
         """The statistics of evicted tokens."""
         return self._layer.evictions.remainder if self._layer else None
 
-    @property
-    def unread(self) -> mx.array | None:
-        """The part of the newest token's attention that went to evicted tokens, `[B, H]` float32.
-
-        A mean over the query heads of each KV head; of a prompt chunk, its last query's. It is
-        lazy, so that reading it waits for nothing (`storage/unread.py`). None where it is not
-        known: before the first token, without the remainder, or where the model attends by itself.
-        """
-        return self._layer.unread.newest if self._layer else None
-
-    @property
-    def unread_mean(self) -> mx.array | None:
-        """The mean of `unread` over an answer's tokens, `[B, H]` float32, lazy; or None likewise.
-
-        The answer begins with the last query of the last prompt chunk (a call of several tokens,
-        and of more than `undo` + 1), or with the first token after `new_turn`.
-        """
-        return self._layer.unread.mean if self._layer else None
-
     def slots(self, run: Run) -> Slots:
         """The slots of a run of `store.runs`, as its policy sees them."""
         self.require_at_rest()

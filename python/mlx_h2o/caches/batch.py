@@ -255,16 +255,6 @@ class BatchH2OKVCache:
         return sum(cache.nbytes for cache in self.caches)
 
     @property
-    def unread(self) -> list[mx.array | None]:
-        """Each sequence's `BoundedKVCache.unread`, `[1, H]`."""
-        return [cache.unread for cache in self.caches]
-
-    @property
-    def unread_mean(self) -> list[mx.array | None]:
-        """Each sequence's `BoundedKVCache.unread_mean`, `[1, H]`."""
-        return [cache.unread_mean for cache in self.caches]
-
-    @property
     def undo(self) -> int:
         """How many of each sequence's last tokens can be taken back after evictions."""
         return min((cache.undo for cache in self.caches), default=0)

@@ -13,7 +13,6 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_h2o._utils.byte_size import size_text
 from mlx_h2o._utils.files import require_writable
-from mlx_h2o.caches.unread import unread, unread_text
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.cli.options import (
     add_cache_options,
@@ -172,9 +171,8 @@ class Talk:
     def _status(self, speed: float) -> str:
         now = self._dialogue.status()
         evicted = f"{now['evicted']:,} of {now['tokens']:,} tokens evicted"
-        leans = unread_text(unread(self._dialogue.cache))
         return (
-            f"[{now['slots']} slots a head, {size_text(now['bytes'])}, {evicted}{leans}, "
+            f"[{now['slots']} slots a head, {size_text(now['bytes'])}, {evicted}, "
             f"{now['pinned']} pinned, {speed:.1f} tokens/s]"
         )
 

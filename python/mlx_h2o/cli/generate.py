@@ -22,7 +22,6 @@ from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.conversation import pin
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.caches.files import load_prompt_cache, require_savable, save_prompt_cache
-from mlx_h2o.caches.unread import unread, unread_text
 from mlx_h2o.chat.kept_tokens import bounded_layers
 from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.cli.options import (
@@ -282,7 +281,6 @@ def closing_report(cache: list[Any], response: Any) -> dict[str, Any]:
         "kv_bytes": sum(layer.nbytes for layer in layers),
         "context_tokens": max(entry.offset for entry in bounded),
         "evicted_tokens": round(sum(entry.evicted for entry in bounded) / len(bounded)),
-        "unread": unread(cache),
         "layers": [vars(layer) for layer in layers],
         "not_bounded": [str(layer) for layer in layers if not layer.bounded],
     }
@@ -297,7 +295,6 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"generation: {report['generation_tokens']} tokens, "
         f"{report['generation_tps']:.1f} tokens/s",
         f"memory: {size_text(report['kv_bytes'])} of KV; {report['evicted_tokens']:,} of "
-        f"{report['context_tokens']:,} tokens evicted"
-        f"{unread_text(report['unread'])} (mean over heads)",
+        f"{report['context_tokens']:,} tokens evicted (mean over heads)",
         *unbounded,
     ]

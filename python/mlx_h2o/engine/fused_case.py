@@ -161,11 +161,6 @@ def _pairs(
             if "scores" in ours:
                 own = MASS if "logits" not in str(variant.form[0]) else tolerance
                 pairs[f"scores of run {run}"] = Pair(ours["scores"], theirs["scores"], own)
-        if expected.settings.remainder:
-            ours_mean, exact_mean = found.unread.mean, expected.unread.mean
-            assert ours_mean is not None
-            assert exact_mean is not None
-            pairs["unread shares"] = Pair(ours_mean, exact_mean, MASS)
         if expected.settings.remembers:
             of_both = found.evictions.remainder.arrays, expected.evictions.remainder.arrays
             pairs |= {

@@ -17,7 +17,6 @@ from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.pins import stored_positions
 from mlx_h2o.storage.recent_window import RecentWindow
 from mlx_h2o.storage.slot_store import Run, SlotStore
-from mlx_h2o.storage.unread import Share, UnreadShares
 
 
 class RowType(NamedTuple):
@@ -87,7 +86,6 @@ class Layer:
         self.spill: LayerRows | None = None
         #: What rows need to come back from the file, or None (`engine/returning.py`).
         self.back: Returning | None = None
-        self.unread = UnreadShares(types["keys"].batch, types["keys"].heads, settings.undo)
 
     # -- the rows held ----------------------------------------------------------------------------
 
@@ -152,7 +150,7 @@ class Layer:
         """Arrays to evaluate with the output; else the graph grows from step to step."""
         rows = ("slots.keys", "slots.values")
         held = [array for name, array in self.arrays().items() if name not in rows]
-        held += [*self.unread.arrays(), *self.newest_queries()]
+        held += self.newest_queries()
         return held + self.journal.newest() if self.settings.undo else held
 
     def newest_queries(self) -> list[mx.array]:
@@ -184,8 +182,6 @@ class Layer:
         self.memory.fit_positions(first + L)
         self.memory.take_back()
         self._note(L)
-        if L > 1:  # a prompt: an answer begins with its last token
-            self.unread.restart()
         rows: Fields | None
         if self.window is None:
             rows = marked(self.settings, fields_of(self.settings, keys, values, first))
@@ -273,10 +269,6 @@ class Layer:
 
     # -- results of attention and eviction --------------------------------------------------------
 
-    def note_unread(self, share: Share | None) -> list[mx.array]:
-        """Take in the newest token's unread shares; return arrays to evaluate with the step."""
-        return self.unread.note(share) if self.settings.remainder else []
-
     def write_scores(self, parts: Sequence[mx.array]) -> None:
         """Replace the scores of the slots in use: `[B, heads, length]` for each run."""
         self.store.write("scores", parts)
@@ -354,7 +346,6 @@ class Layer:
     def trim(self, n: int) -> None:
         """Take back the newest n tokens, at most `trimmable`; pins stay with their positions."""
         self.journal.settle()
-        self.unread.take_back(n)
         self.aged_from = min(self.aged_from, max(self.offset - n - 1, 0))
         undone = min(n, len(self.journal))
         if undone:

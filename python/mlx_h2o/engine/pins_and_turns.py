@@ -117,7 +117,7 @@ def checked_carry(carry: float | str) -> float:
 
 
 def new_turn(layer: Layer, carry: float) -> None:
-    """Begin a turn, and the mean of its unread shares.
+    """Begin a turn.
 
     With a carry below 1, earlier steps can no longer be taken back.
 
@@ -125,7 +125,6 @@ def new_turn(layer: Layer, carry: float) -> None:
         layer: A layer that has tokens.
         carry: How much of the past counts, from 0 to 1.
     """
-    layer.unread.restart()
     if carry == 1 or not layer.offset:
         return
     before = layer.aged_from

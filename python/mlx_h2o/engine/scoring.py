@@ -26,7 +26,6 @@ from mlx_h2o.storage.remainder import Remainder
 from mlx_h2o.storage.rope import without_gaps
 from mlx_h2o.storage.slot_store import Run
 from mlx_h2o.storage.softmax import block_of
-from mlx_h2o.storage.unread import shares
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,12 @@ class Seen:
         newest_scores: Scores of the recent window's tokens `[B, heads, M]`, or None without them.
         window_mass: Attention mass of each row from the last `window` queries of a prompt
             `[B, heads, N + M]`; None where the policy needs none.
-        unread: The last query's unread shares `[B, heads]`; None where there is no remainder.
     """
 
     out: mx.array
     fields: Fields
     newest_scores: mx.array | None
     window_mass: mx.array | None
-    unread: mx.array | None = None
 
 
 def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen:
@@ -97,8 +94,7 @@ def mean_of(rounds: Sequence[Seen]) -> Seen:
         newest = _mean([seen.newest_scores for seen in rounds])
     if mass is not None:
         mass = _mean([seen.window_mass for seen in rounds])
-    unread = None if first.unread is None else _mean([seen.unread for seen in rounds])
-    return Seen(rounds[-1].out, fields, newest, mass, unread)
+    return Seen(rounds[-1].out, fields, newest, mass)
 
 
 def _mean(arrays: Sequence[mx.array | None]) -> mx.array:
@@ -168,12 +164,12 @@ class _Attention:
         outs = []
         if first_seen:
             outs.append(scaled_dot_product_attention(**self._operands(0, first_seen)[1]))
-        scores, window_mass, unread = self.ranked.get("scores"), None, None
+        scores, window_mass = self.ranked.get("scores"), None
         # A window is one block, and so is a call without logits to observe.
         step = L if windowed or self.policy.sums_mass else QUERY_BLOCK
         for start in range(first_seen, L, step):
             end = min(start + step, L)
-            out, n_keys, observation, unread = self._look(start, end)
+            out, n_keys, observation = self._look(start, end)
             outs.append(out)
             assert scores is not None
             if windowed:
@@ -185,36 +181,23 @@ class _Attention:
             scores = mx.concatenate([part, rest], axis=-1) if rest.size else part
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
         if scores is None:
-            return Seen(out, fields, None, window_mass, self._unobserved())
+            return Seen(out, fields, None, window_mass)
         kept = fields["positions"].shape[2]
         fields = {**fields, "scores": scores[..., :kept]}
-        return Seen(out, fields, scores[..., kept:], window_mass, unread)
+        return Seen(out, fields, scores[..., kept:], window_mass)
 
-    def _look(self, start: int, end: int) -> tuple[mx.array, int, Observation, mx.array | None]:
-        """Attend with queries start to end - 1: output, keys, observation, unread shares."""
+    def _look(self, start: int, end: int) -> tuple[mx.array, int, Observation]:
+        """Attend with queries start to end - 1: output, keys, observation."""
         n_keys, operands = self._operands(start, end)
         observation: Observation
         if self.policy.sums_mass:
-            out, mass, lse = scaled_dot_product_attention_with_mass(**operands)
+            out, mass, _ = scaled_dot_product_attention_with_mass(**operands)
             mass = mass.reshape(mass.shape[0], self.heads, -1, n_keys).mean(axis=2)
             observation = ObservedMass(mass)
         else:
             out, logits, lse = scaled_dot_product_attention_with_scores(**operands)
             observation = Observation(logits, lse, self.heads)
-        return out, n_keys, observation, self._unread(operands["seed"], lse)
-
-    def _unobserved(self) -> mx.array | None:
-        """The last query's unread shares where the policy observes no attention."""
-        if self.remainder is None:
-            return None
-        last = self.call.q.shape[2] - 1
-        operands = self._operands(last, last + 1)[1]
-        _, _, lse = scaled_dot_product_attention_with_mass(**operands)
-        return self._unread(operands["seed"], lse)
-
-    def _unread(self, seed: Seed | None, lse: mx.array) -> mx.array | None:
-        """The last query's unread shares `[B, heads]`, from the lse of all columns."""
-        return None if seed is None else shares(seed[0][..., -1], lse[..., -1], self.heads)
+        return out, n_keys, observation
 
     def _operands(self, start: int, end: int) -> tuple[int, dict[str, Any]]:
         """How many keys the queries start to end - 1 attend to, and the arguments of attention."""

@@ -25,7 +25,6 @@ from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
 from mlx_h2o.spill.layer_rows import PLAIN
 from mlx_h2o.storage.journal import single_steps
 from mlx_h2o.storage.pins import is_pinned
-from mlx_h2o.storage.unread import Share
 
 
 def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
@@ -58,8 +57,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         if layer.spill is not None:
             layer.spill.take(layer.offset, PLAIN, {"keys": k, "values": v})
         decoder, token = layer.planned(k, v)
-        out, unread = decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
-        return _tied(out, [*layer.note_unread(unread), *layer.newest_queries()])
+        out = decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
+        return _tied(out, layer.newest_queries())
     frame = layer.settings.frame
     if frame is not None:
         k = frame.enter(k)
@@ -180,10 +179,8 @@ def decode_together(
             layer.spill.take(layer.offset, PLAIN, own)
         planned.append(layer.planned(*like))
     decoders, tokens = zip(*planned, strict=True)
-    out, shares = step_together(decoders, tokens, call, k, v)
-    noted = [layer.note_unread(share) for layer, share in zip(layers, shares, strict=True)]
-    noted += [layer.newest_queries() for layer in layers]
-    return _tied(out, [array for of_layer in noted for array in of_layer])
+    out = step_together(decoders, tokens, call, k, v)
+    return _tied(out, [queries for layer in layers for queries in layer.newest_queries()])
 
 
 def attend_to_derived(
@@ -209,18 +206,8 @@ def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
     newest = [of_run.newest_scores for of_run in seen if of_run.newest_scores is not None]
     if layer.window is not None and newest:
         layer.write_newest_scores(mx.concatenate(newest, axis=1))
-    summed = layer.note_unread(_unread_of(layer, seen))
     eviction.settle(layer, [of_run.fields for of_run in seen], [s.window_mass for s in seen])
-    return _tied(_output(seen), [*layer.side_state(), *summed])
-
-
-def _unread_of(layer: Layer, seen: Sequence[Seen]) -> Share | None:
-    """The last query's unread shares in all runs, or None while nothing was evicted."""
-    if all(of_run.unread is None for of_run in seen):
-        return None
-    none = [mx.zeros((layer.types["keys"].batch, run.heads)) for run in layer.runs]
-    parts = [s.unread if s.unread is not None else zero for s, zero in zip(seen, none, strict=True)]
-    return Share((parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1),))
+    return _tied(_output(seen), layer.side_state())
 
 
 def _tied(out: mx.array, arrays: Sequence[mx.array]) -> mx.array:

@@ -14,8 +14,6 @@ from mlx_lm.server import ToolCallFormatter
 
 #: The log-probability reported for a token that cannot come: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
-#: Decimals of an answer's unread share.
-UNREAD_DIGITS = 4
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -107,7 +105,6 @@ class Choice:
         self.prompt_tokens, self.cached = len(context.prompt), context
         self.tokens = 0
         self.finish_reason = "stop"
-        self.unread: float | None = None
 
     def take(self, response: Any) -> None:
         """Take the next token, and the text that it made final."""
@@ -142,13 +139,8 @@ class Choice:
         """Whether a piece of a stream should be sent now."""
         return self._now != "tool" and bool(self._text or self._calls or self._reasoning)
 
-    def finish(self, unread: float | None = None) -> None:
-        """Note that no more tokens come.
-
-        Args:
-            unread: The share of the answer's attention that went to evicted tokens, if it is known.
-        """
-        self.unread = unread
+    def finish(self) -> None:
+        """Note that no more tokens come."""
         if self._before == "tool" and self._tool:
             self._call()
         if self.finish_reason == "stop" and self._called:
@@ -165,8 +157,6 @@ class Choice:
             "index": self._index,
             "finish_reason": self.finish_reason if last else None,
         }
-        if last and self.unread is not None:
-            choice["mlx_h2o"] = {"unread": round(self.unread, UNREAD_DIGITS)}
         if self._tokens:
             choice["logprobs"] = {"content": self._tokens}
         if self._frame.chat:

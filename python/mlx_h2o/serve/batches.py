@@ -15,7 +15,6 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.batch import BatchH2OKVCache
-from mlx_h2o.caches.unread import unread
 from mlx_h2o.serve.conversations import pieces_of
 from mlx_h2o.serve.kept_rows import told_of
 from mlx_h2o.serve.member import Member, Reading, generate_again, own_processors, own_sampler
@@ -399,7 +398,4 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
     def _end(self, uid: int, cache: list[Any] | None) -> None:
         member = self._members.pop(uid, None)
         if member is not None:
-            if cache is not None:
-                with mx.stream(self._stream):
-                    member.ticket.unread = unread(cache)
             self._owner.ended(member.ticket, cache)

@@ -254,7 +254,7 @@ class Exchange:
                     asked.numbers["top_logprobs"],
                 )  # fmt: skip
             elif what is DONE:
-                self._choices[place].finish(self._tickets[place].unread)
+                self._choices[place].finish()
                 left -= 1
             elif not isinstance(what, tuple):
                 self._choices[place].take(what)

@@ -16,7 +16,6 @@ from mlx_lm.server import ResponseGenerator
 
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.caches.unread import unread
 from mlx_h2o.model_caches.trained_length import past_training
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.asked_pins import AskedPins
@@ -200,8 +199,6 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def answered_alone(self, cache: list[Any]) -> None:
         """Note the last step of such a request."""
-        if self.conversations.ticket is not None:
-            self.conversations.ticket.unread = unread(cache)
         self._look_at_length(cache)
 
     def _serve_single(self, request: Any, *args: Any) -> None:
@@ -276,9 +273,6 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """A request's sequence left the batch."""
         self._answers.pop(ticket, None)
         seconds = None
-        if ticket.unread is not None:
-            text = "Part of an answer's attention that went to evicted tokens, 0 to 1."
-            self.metrics.observe("unread_share", text, ticket.unread)
         if cache is not None:
             self.conversations.came_of(cache, ticket)
             self._look_at_length(cache)

@@ -115,8 +115,6 @@ class Ticket:
         kept: The places of its caches after the answer.
         noted: The place of the conversation that was noted with its answer.
         beside: The other tickets of the same request, which asks for several answers.
-        unread: The share of its answer's attention that went to evicted tokens, once it has ended;
-            None where its caches do not tell.
     """
 
     label: str
@@ -132,7 +130,6 @@ class Ticket:
     kept: Kept = field(default_factory=Kept)
     noted: Place | None = None
     beside: tuple[Ticket, ...] = ()
-    unread: float | None = None
 
     @property
     def together(self) -> tuple[Ticket, ...]:

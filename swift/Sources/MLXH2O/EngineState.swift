@@ -108,15 +108,6 @@ extension Engine {
         return arrays
     }
 
-    /// The newest token's unread shares and their mean over the answer, `[B, Hk]` each; nil where they
-    /// are not told.
-    func unread() throws -> (newest: MLXArray, mean: MLXArray)? {
-        var newest = mlx_array_new(), mean = mlx_array_new()
-        try checkEngine(mlx_h2o_cache_unread(&newest, &mean, handle, stream))
-        guard newest.ctx != nil else { return nil }
-        return (MLXArray(newest), MLXArray(mean))
-    }
-
     private func held() throws -> [[[(position: Int, score: Float)]]] {
         guard offset > 0 else { return [] }
         let kept = try engineArray { mlx_h2o_cache_kept(&$0, handle, stream) }

@@ -118,15 +118,6 @@ public final class H2OChatSession: Sendable {
         await container.perform { [memory] _ in memory.clear() }
     }
 
-    /// How far the last reply leans on evicted tokens, as ``H2OKVCache/unread(of:)``.
-    public var unread: Float? {
-        get async throws {
-            try await container.perform { [memory] _ in
-                try memory.caches.flatMap { try H2OKVCache.unread(of: $0) }
-            }
-        }
-    }
-
     /// What was asked for and the conversation's caches do not have; nothing before the first turn.
     public var notices: [H2ONotice] {
         get async { await container.perform { [memory] _ in memory.caches?.notices ?? [] } }

@@ -112,7 +112,6 @@ class DecodeStepOnSlots : public CpuPrimitive {
       step.sinks = sinks_ ? inputs[3].data<float>() : nullptr;
       const int64_t row = int64_t(layer.Hq) * layer.Dv;
       step.out = after(outputs[0].data<void>(), first * row, layer.out_dtype);
-      step.unread = outputs[2].data<float>() + int64_t(first) * layer.Hk;
       ready.push_back(
           {layer,
            layer_state(*part.memory, part.planned),
@@ -130,13 +129,13 @@ class DecodeStepOnSlots : public CpuPrimitive {
   }
 
  private:
-  // The outputs from the fourth on, in the order of `DecodingLayer::step`.
+  // The outputs from the third on, in the order of `DecodingLayer::step`.
   static Before before_of(std::vector<mx::array>& outputs, const PlannedStep& planned) {
     const SlotLayout& layout = planned.layout;
     const Layer& layer = planned.layer;
     const Kept& kept = planned.kept;
     Before before;
-    size_t next = 3;
+    size_t next = 2;
     if (kept.overwritten) {
       before.slots = outputs[next++].data<int32_t>();
       before.keys = slot_rows(outputs, next, layer.D, layout.k_bits, layout.k_group_size);

@@ -114,7 +114,7 @@ PlannedStep DecodingLayer::planned(const mx::array& q, float scale, PlannedToken
   return planned;
 }
 
-StepOutputs DecodingLayer::step(
+mx::array DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
     const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
     const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before,
@@ -124,18 +124,18 @@ StepOutputs DecodingLayer::step(
   std::vector<mx::array> inputs{q, k, v};
   if (sinks) inputs.push_back(checked_sinks(*sinks, q, s));
   inputs.push_back(last_step_);
-  std::vector<mx::Shape> shapes{{layer_.B, q.shape(1), 1, layer_.Dv}, {1}, {layer_.B, layer_.Hk}};
-  std::vector<mx::Dtype> dtypes{q.dtype(), mx::int32, mx::float32};
+  std::vector<mx::Shape> shapes{{layer_.B, q.shape(1), 1, layer_.Dv}, {1}};
+  std::vector<mx::Dtype> dtypes{q.dtype(), mx::int32};
   if (before) planned.kept = kept_by(planned.step, shapes, dtypes);
   auto outputs = decode_step_on_slots(
       {{memory_, std::move(planned)}}, sinks.has_value(), std::move(inputs), std::move(shapes),
       std::move(dtypes), mx::to_stream(s));
   last_step_ = outputs[1];
-  if (before) before->assign(outputs.begin() + 3, outputs.end());
-  return {outputs[0], outputs[2]};
+  if (before) before->assign(outputs.begin() + 2, outputs.end());
+  return outputs[0];
 }
 
-StepOutputs DecodingLayer::step_together(
+mx::array DecodingLayer::step_together(
     const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
     const mx::array& v, float scale, const std::optional<mx::array>& sinks,
     std::vector<PlannedToken> tokens, mx::StreamOrDevice s) {
@@ -155,13 +155,12 @@ StepOutputs DecodingLayer::step_together(
   }
   if (sinks) inputs.push_back(checked_sinks(*sinks, q, s));
   for (const DecodingLayer* layer : layers) inputs.push_back(layer->last_step_);
-  const Layer& first = layers[0]->layer_;
-  std::vector<mx::Shape> shapes{{B, q.shape(1), 1, first.Dv}, {1}, {B, first.Hk}};
+  std::vector<mx::Shape> shapes{{B, q.shape(1), 1, layers[0]->layer_.Dv}, {1}};
   auto outputs = decode_step_on_slots(
       std::move(steps), sinks.has_value(), std::move(inputs), std::move(shapes),
-      {q.dtype(), mx::int32, mx::float32}, mx::to_stream(s));
+      {q.dtype(), mx::int32}, mx::to_stream(s));
   for (DecodingLayer* layer : layers) layer->last_step_ = outputs[1];
-  return {outputs[0], outputs[2]};
+  return outputs[0];
 }
 
 Kept DecodingLayer::kept_by(

@@ -29,12 +29,6 @@ struct PlannedToken {
   int aged_from = 0;  // the position from which ages count
 };
 
-// What a step gives.
-struct StepOutputs {
-  mx::array out;     // [B, Hq, 1, Dv]
-  mx::array unread;  // [B, Hk] float32: the share of attention that went to the remainder
-};
-
 // A layer's slots, remainder and victims while it decodes.
 //
 // MLX reuses an input's buffer only if nothing else refers to it, and a task that is still queued
@@ -57,22 +51,22 @@ class DecodingLayer {
       const std::optional<Recent>& recent, mx::StreamOrDevice s,
       const std::optional<Frame>& frame = std::nullopt);
 
-  // Of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
+  // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
   //
   // `before` takes what the step changes, as it was, in this order: if a row is overwritten, slots
   // [B, Hk] int32, the rows [B, Hk, width] of keys and values, positions [B, Hk], and value_lengths
   // where there are any; scores, where there are any; count, mean_key, var_key and mean_value, if a
   // row is folded; victims, if some are named; if one of the newest tokens leaves, the rows of its
   // keys and values, and its value_lengths; scores of theirs, where there are any.
-  StepOutputs step(
+  mx::array step(
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
       const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
       const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
       std::vector<mx::array>* before = nullptr, int aged_from = 0);
 
   // The same of several layers at once, which differ in their memory and its plan alone: out
-  // [B, Hq, 1, Dv] and unread, the sequences of the layers one after the other.
-  static StepOutputs step_together(
+  // [B, Hq, 1, Dv], the sequences of the layers one after the other.
+  static mx::array step_together(
       const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
       const mx::array& v, float scale, const std::optional<mx::array>& sinks,
       std::vector<PlannedToken> tokens, mx::StreamOrDevice s);

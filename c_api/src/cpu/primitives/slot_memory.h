@@ -55,10 +55,9 @@ struct LayerStep {
   PlannedStep planned;
 };
 
-// Out [B, Hq, 1, Dv], an array that is ready after the step, the unread shares [B, Hk] float32, and
-// what it changed, as it was, of these shapes and dtypes; the latter of one layer alone. `inputs`
-// are q, k, v, `sinks` if any, and what the step comes after. The sequences [B, ...] are those of
-// the layers, one after the other.
+// Out [B, Hq, 1, Dv], an array that is ready after the step, and what it changed, as it was, of
+// these shapes and dtypes; the latter of one layer alone. `inputs` are q, k, v, `sinks` if any, and
+// what the step comes after. The sequences [B, ...] are those of the layers, one after the other.
 std::vector<mx::array> decode_step_on_slots(
     std::vector<LayerStep> layers, bool sinks, std::vector<mx::array> inputs,
     std::vector<mx::Shape> shapes, std::vector<mx::Dtype> dtypes, mx::Stream stream);

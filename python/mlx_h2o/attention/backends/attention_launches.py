@@ -41,14 +41,12 @@ class Attended:
         lse: `[B, Hq, L]` float32.
         logits: `[B, Hq, L, N]` float32, minus infinity where masked; or `[B, G * L * slots]`.
         distances: ||k - mean||^2 `[B, Hk, N]` float32; or `[B, slots]`.
-        columns: Logits of the remainder's column `[B, Hq, L]` float32.
     """
 
     out: mx.array
     lse: mx.array | None = None
     logits: mx.array | None = None
     distances: mx.array | None = None
-    columns: mx.array | None = None
 
 
 def supports(q: mx.array, k: Rows, v: Rows) -> bool:
@@ -99,7 +97,6 @@ class AttentionLaunch:
         means: `[B, Hk, D]` float32, from which to measure the keys' distances.
         ranges: The ranges of each head's slots.
         export: Outputs besides `out`: none, the lse, or lse and logits.
-        columns: Whether the logits of the remainder's column are an output too.
         architecture: The GPU's, see `slots_per_block`.
         after: An output of a kernel that changed keys and values in place, so that this one runs
             later.
@@ -117,7 +114,6 @@ class AttentionLaunch:
     means: mx.array | None = None
     ranges: Ranges | None = None
     export: int = EXPORT_LOGITS
-    columns: bool = False
     architecture: str = ""
     after: mx.array | None = None
 
@@ -159,7 +155,6 @@ class AttentionLaunch:
                 "MASK": kind,
                 "SINKS": self.sinks is not None,
                 "REMAINDER": self.remainder is not None,
-                "COLUMNS": self._writes_columns,
                 "DISTANCES": self.means is not None,
                 "FRAME": self.frame_scale is not None,
                 "EXPORT": export,
@@ -196,10 +191,6 @@ class AttentionLaunch:
             inputs["after"] = self.after
         return inputs
 
-    @property
-    def _writes_columns(self) -> bool:
-        return self.columns and self.remainder is not None
-
     def _outputs(self, work: Work, G: int, export: int) -> Outputs:
         """Shapes and dtypes of the outputs, by name."""
         B, _, L, _ = self.q.shape
@@ -210,8 +201,6 @@ class AttentionLaunch:
             outputs["logits"] = ((B, G * L * work.slots), mx.float32)
         if self.means is not None:
             outputs["distances"] = ((B, work.slots), mx.float32)
-        if self._writes_columns:
-            outputs["columns"] = ((B, len(self.lengths), G, L), mx.float32)
         return outputs
 
 
@@ -238,7 +227,7 @@ def _shaped(
 ) -> Attended:
     """Outputs in the shapes of the operands; per-slot outputs only when heads are equal."""
     B, Hq, L, _ = out_shape
-    shapes = {"out": out_shape, "lse": (B, Hq, L), "columns": (B, Hq, L)}
+    shapes = {"out": out_shape, "lse": (B, Hq, L)}
     if equal is not None:
         shapes |= {"logits": (B, Hq, L, equal), "distances": (B, heads, equal)}
     return Attended(

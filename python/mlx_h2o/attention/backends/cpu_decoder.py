@@ -11,7 +11,6 @@ from mlx_h2o.attention.backends.cpu import stored
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.storage.remainder import STATISTICS, Remainder
-from mlx_h2o.storage.unread import Share
 
 
 class CPUDecoder(Decoder):
@@ -68,9 +67,9 @@ class CPUDecoder(Decoder):
             frame=None if settings.frame is None else _ext.Frame(*settings.frame.arrays),
         )
 
-    def step(self, step: DecodeStep) -> tuple[mx.array, Share | None]:
+    def step(self, step: DecodeStep) -> mx.array:
         token = step.token
-        out, unread, changed = self._layer.step(
+        out, changed = self._layer.step(
             step.q,
             step.k,
             step.v,
@@ -84,7 +83,7 @@ class CPUDecoder(Decoder):
         )
         if token.before is not None:
             token.before.arrays = dict(zip(self._changed_by(token), changed, strict=True))
-        return out, Share((unread,)) if token.evicts else None
+        return out
 
     @staticmethod
     def step_together(
@@ -95,7 +94,7 @@ class CPUDecoder(Decoder):
         v: mx.array,
         scale: float,
         sinks: mx.array | None,
-    ) -> tuple[mx.array, list[Share | None]]:
+    ) -> mx.array:
         """One token in each of several layers, in one operation.
 
         Args:
@@ -108,20 +107,15 @@ class CPUDecoder(Decoder):
             sinks: Attention-sink logits `[Hq]`.
 
         Returns:
-            `[B, Hq, 1, Dv]`, and each layer's unread shares.
+            `[B, Hq, 1, Dv]`.
         """
         plans = [
             (token.offset, list(token.heads), token.recent, token.aged_from) for token in tokens
         ]
-        out, unread = _ext.step_together(
+        return _ext.step_together(
             [decoder._layer for decoder in decoders],
             q, k, v, scale=scale, sinks=sinks, tokens=plans,
         )  # fmt: skip
-        shares = [
-            Share((unread,), sequence) if token.evicts else None
-            for sequence, token in enumerate(tokens)
-        ]
-        return out, shares
 
     def _changed_by(self, token: PlannedToken) -> list[str]:
         """Names of the arrays that a step returns, in the order of the extension."""

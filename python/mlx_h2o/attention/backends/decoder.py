@@ -17,7 +17,6 @@ import mlx.core as mx
 from mlx_h2o.storage.journal import StepBefore
 from mlx_h2o.storage.recent_window import RecentStep
 from mlx_h2o.storage.remainder import Remainder
-from mlx_h2o.storage.unread import Share
 
 
 class HeadPlan(NamedTuple):
@@ -116,11 +115,11 @@ class Decoder(ABC):
     nbytes: int
 
     @abstractmethod
-    def step(self, step: DecodeStep) -> tuple[mx.array, Share | None]:
+    def step(self, step: DecodeStep) -> mx.array:
         """Fold the victim, write the new row, attend, accumulate scores, choose the next victims.
 
         Returns:
-            `[B, Hq, 1, Dv]`, and the token's unread shares, or None while nothing was evicted.
+            `[B, Hq, 1, Dv]`.
         """
 
     @abstractmethod

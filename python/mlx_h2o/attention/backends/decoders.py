@@ -12,7 +12,6 @@ from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
 from mlx_h2o.attention.backends.verification.fused_variant import Proof
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.storage.unread import Share
 
 # Most query heads of one KV head in a kernel call (kMaxRows in kernels.h).
 MOST_QUERY_HEADS = 32
@@ -52,7 +51,7 @@ def step_together(
     call: AttentionCall,
     k: mx.array,
     v: mx.array,
-) -> tuple[mx.array, list[Share | None]]:
+) -> mx.array:
     """One token in each of several layers, whose decoders belong to one device.
 
     Args:
@@ -63,7 +62,7 @@ def step_together(
         v: `[B, H, 1, Dv]`.
 
     Returns:
-        `[B, Hq, 1, Dv]`, and each layer's unread shares (`Decoder.step`).
+        `[B, Hq, 1, Dv]`.
     """
     if choice.gpu() is None and not any(token.before for token in tokens):
         from mlx_h2o.attention.backends.cpu_decoder import CPUDecoder
@@ -71,11 +70,11 @@ def step_together(
         of_cpu = [decoder for decoder in decoders if isinstance(decoder, CPUDecoder)]
         return CPUDecoder.step_together(of_cpu, tokens, call.q, k, v, call.scale, call.sinks)
     q, k, v = (mx.split(rows, len(decoders)) for rows in (call.q, k, v))
-    steps = [
+    outs = [
         decoder.step(DecodeStep(q[i], k[i], v[i], call.scale, call.sinks, token))
         for i, (decoder, token) in enumerate(zip(decoders, tokens, strict=True))
     ]
-    return mx.concatenate([out for out, _ in steps], axis=0), [share for _, share in steps]
+    return mx.concatenate(outs, axis=0)
 
 
 def fits_device(decoder: Decoder) -> bool:

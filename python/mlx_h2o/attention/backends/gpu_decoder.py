@@ -34,7 +34,6 @@ from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN
 from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.remainder import STATISTICS
-from mlx_h2o.storage.unread import Share
 
 # MLX passes shorter arrays as constants, which cannot be written to.
 _FEWEST_SLOTS = 8
@@ -80,7 +79,7 @@ class GPUDecoder(Decoder):
             self._slots.norms = mx.linalg.norm(values, axis=-1)
             self.nbytes += self._slots.norms.nbytes
 
-    def step(self, step: DecodeStep) -> tuple[mx.array, Share | None]:
+    def step(self, step: DecodeStep) -> mx.array:
         token = step.token
         assert token.recent is None
         if token.before is not None:
@@ -115,7 +114,7 @@ class GPUDecoder(Decoder):
         )
         # So that evaluating the output evaluates the whole step.
         out: mx.array = mx.depends(attended.out.astype(step.q.dtype), self._victims)
-        return out, _share(attended)
+        return out
 
     def _ranked_by(
         self, plan: StepPlan, written: mx.array
@@ -148,7 +147,6 @@ class GPUDecoder(Decoder):
             means=means,
             ranges=plan.ranges,
             export=EXPORT_LSE if self._policy.score == "none" else EXPORT_LOGITS,
-            columns=answers,
             architecture=self._architecture,
             after=written,
         )
@@ -193,13 +191,6 @@ class GPUDecoder(Decoder):
             return self._remainder.mean_key
         kept = mean_kept_keys(self._launcher, plan, self._slots.keys, written)
         return mx.where(mx.array(few)[:, None], kept, self._remainder.mean_key)
-
-
-def _share(attended: Attended) -> Share | None:
-    """The token's unread shares, from the kernels' own numbers."""
-    if attended.columns is None or attended.lse is None:
-        return None
-    return Share((attended.columns, attended.lse))
 
 
 def after(array: mx.array, others: Iterable[mx.array]) -> mx.array:

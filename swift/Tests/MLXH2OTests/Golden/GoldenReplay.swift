@@ -217,7 +217,6 @@ enum GoldenReplay {
         let q = streams(.q, "query_heads", "key_width")
         let k = streams(.k, "kv_heads", "key_width"), v = streams(.v, "kv_heads", "value_width")
         var outs: [MLXArray] = [], kept: [MLXArray] = [], scores: [MLXArray] = []
-        var unread: [String: [MLXArray]] = [:]
         var results = Arrays()
         for (call, L) in calls.enumerated() {
             for cache in caches { try begin(call, of: p, cache) }
@@ -235,12 +234,6 @@ enum GoldenReplay {
             outs.append(stacked(layers.map { $0[0..., 0..., L - 1] }))
             let most = max(caches.map(\.physicalLength).max()!, mostSlots)
             kept.append(stacked(caches.map { held($0, most) }))
-            for (name, told) in [
-                ("unread", try caches.compactMap { try $0.unread }),
-                ("unread_mean", try caches.compactMap { try $0.unreadMean }),
-            ] where !told.isEmpty {
-                unread[name, default: []].append(stacked(told))
-            }
             if caches[0].policy.needsAttention {
                 scores.append(
                     stacked(
@@ -256,7 +249,6 @@ enum GoldenReplay {
         }
         results["out"] = stacked(outs)
         results["kept"] = stacked(kept)
-        for (name, told) in unread { results[name] = stacked(told) }
         if !scores.isEmpty { results["scores"] = stacked(scores) }
         if caches[0].settings.remembers {
             for (i, name) in H2ORemainder.names.enumerated() {
