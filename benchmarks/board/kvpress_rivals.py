@@ -27,6 +27,7 @@ from benchmarks.board.rivals import Read, Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.loading import gguf
+from mlx_h2o.loading.gguf_file import GGUFFile
 from mlx_h2o.loading.load import model_path
 
 VERSION = "0.5.5"
@@ -275,6 +276,5 @@ def config_of(stage: Stage) -> dict[str, Any]:
     """The model's `config.json`; a GGUF file's header says the same."""
     path = Path(model_path(stage.model_name))
     if path.suffix == gguf.SUFFIX:
-        arrays, metadata = gguf.read(path)
-        return dict(gguf.config_of(metadata, arrays))
+        return gguf.config_of(GGUFFile(path))
     return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))

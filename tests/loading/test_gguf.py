@@ -1,20 +1,23 @@
 """GGUF files: the model, its packed weights, its tokenizer; and what is refused."""
 
 import struct
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from mlx.utils import tree_flatten
 
 import mlx_h2o
-from gguf_files import F32, Q4_1, Q8_0, packed, write_gguf
+from gguf_files import BF16, F16, F32, Q4_1, Q8_0, packed, write_gguf
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
-from mlx_h2o.loading import demo_model, gguf
+from mlx_h2o.loading import demo_model, gguf, gguf_file
+from mlx_h2o.loading.gguf_file import GGUFFile
 from mlx_h2o.loading.gguf_tokenizer import tokenizer_of
 from mlx_h2o.loading.load import SAMPLE_TEXT, shipped_profiles
 from mlx_h2o.loading.model_folder import write_folder
@@ -37,6 +40,13 @@ NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+GEMMA3_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -55,7 +65,7 @@ def tokenizer_metadata(pre="smollm"):
 
 def metadata_of(model, family):
     args = model.args
-    return {
+    metadata = {
         "general.architecture": family,
         f"{family}.embedding_length": args.hidden_size,
         f"{family}.block_count": args.num_hidden_layers,
@@ -67,6 +77,11 @@ def metadata_of(model, family):
         f"{family}.context_length": 256,
         **tokenizer_metadata(),
     }
+    if getattr(args, "head_dim", None):
+        metadata[f"{family}.attention.key_length"] = args.head_dim
+    if family == "gemma3":
+        metadata[f"{family}.attention.sliding_window"] = args.sliding_window
+    return metadata
 
 
 def neighbours(rows, heads):
@@ -74,9 +89,11 @@ def neighbours(rows, heads):
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_model(path, model, family, kind=F32):
-    """The model's file, its matrices in one kind; the model gets the rounded numbers."""
+def file_arrays(model, family, kind=F32):
+    """The model's arrays as a file has them, its matrices in one type; the model gets the rounded
+    numbers."""
     arrays, rounded = {}, []
+    names = GEMMA3_NAMES if family == "gemma3" else NAMES
     for name, array in tree_flatten(model.parameters()):
         part, end = name.rsplit(".", 1)
         numbers = np.array(array)
@@ -85,12 +102,20 @@ def write_model(path, model, family, kind=F32):
         rounded.append((name, mx.array(numbers)))
         pieces = part.split(".", 3)
         is_layer = part.startswith("model.layers")
-        place = f"blk.{pieces[2]}.{NAMES[pieces[3]]}" if is_layer else NAMES[part]
+        place = f"blk.{pieces[2]}.{names[pieces[3]]}" if is_layer else names[part]
         if family == "llama" and place.endswith(("attn_q", "attn_k")):
             numbers = neighbours(numbers, HEADS if place.endswith("q") else KV_HEADS)
+        if family == "gemma3" and place.endswith("norm"):
+            numbers = numbers + 1
         arrays[f"{place}.{end}"] = (numbers, kind_here)
     model.load_weights(rounded)
-    write_gguf(path, metadata_of(model, family), arrays)
+    return arrays
+
+
+def write_model(path, model, family, kind=F32, metadata=None, others=None):
+    """The model's file, with other entries and arrays beside its own."""
+    arrays = file_arrays(model, family, kind) | (others or {})
+    write_gguf(path, metadata_of(model, family) | (metadata or {}), arrays)
 
 
 def small(family, **changes):
@@ -98,7 +123,28 @@ def small(family, **changes):
     return tiny_model(family, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, **settings)
 
 
-@pytest.mark.parametrize("kind", [F32, Q8_0, Q4_1], ids=["f32", "q8_0", "q4_1"])
+def small_gemma3():
+    """Seven layers, since one in six attends to everything; its output is the embedding."""
+    model = small(
+        "gemma3_text", num_hidden_layers=7, sliding_window=4, sliding_window_pattern=6,
+        head_dim=32, query_pre_attn_scalar=32,
+    )  # fmt: skip
+    model.sanitize({})
+    norms = [(n, a) for n, a in tree_flatten(model.parameters()) if "norm" in n]
+    model.load_weights([(n, a - 1 + 0.1 * mx.random.normal(a.shape)) for n, a in norms], False)
+    return model
+
+
+def assert_same_logits(path, model):
+    tokens = mx.array([[5, 9, 80, 33, 5, 9, 7, 100]])
+    expected = model(tokens)
+    loaded, _ = mlx_h2o.load(str(path))
+    assert expected.std().item() > 0.05
+    assert mx.abs(loaded(tokens) - expected).max().item() < 5e-3 * mx.abs(expected).max().item()
+    return loaded
+
+
+@pytest.mark.parametrize("kind", [F32, F16, BF16, Q8_0, Q4_1], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("llama", {"attention_bias": True}), ("qwen2", {"tie_word_embeddings": False})],
@@ -108,29 +154,124 @@ def test_a_file_gives_the_model_it_was_made_of(tmp_path, family, changes, kind):
     """Rotary order, biases, tied or own output, scales: all show in the logits."""
     model = small(family, rope_theta=5000.0, **changes)
     write_model(tmp_path / "model.gguf", model, family, kind)
-    tokens = mx.array([[5, 9, 80, 33, 5, 9, 7, 100]])
-    expected = model(tokens)
-    loaded, _ = mlx_h2o.load(str(tmp_path / "model.gguf"))
-    assert expected.std().item() > 0.05
-    assert mx.abs(loaded(tokens) - expected).max().item() < 5e-3 * mx.abs(expected).max().item()
+    assert_same_logits(tmp_path / "model.gguf", model)
 
 
-def test_weights_stay_packed_unless_asked(tmp_path):
-    model = small("llama")
-    write_model(tmp_path / "model.gguf", model, "llama", Q4_1)
-    loaded, _ = gguf.load(tmp_path / "model.gguf")
-    layer = loaded.layers[0].self_attn.q_proj
-    assert isinstance(layer, nn.QuantizedLinear)
-    assert (layer.bits, layer.group_size) == (4, 32)
-    tokens = mx.array([[1, 2, 3]])
-    before = loaded(tokens)
-    assert gguf.unpacked_bytes(loaded) == 2 * sum(
-        a.size for _, a in tree_flatten(model.parameters()) if a.ndim == 2
-    )
-    gguf.unpack(loaded)
-    assert type(loaded.layers[0].self_attn.q_proj) is nn.Linear
-    assert type(loaded.model.embed_tokens) is nn.Embedding
-    assert mx.abs(loaded(tokens) - before).max().item() < 2e-2
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_qwen3_has_norms_of_queries_and_keys(tmp_path, tied):
+    model = small("qwen3", head_dim=16, tie_word_embeddings=tied)
+    write_model(tmp_path / "model.gguf", model, "qwen3")
+    assert_same_logits(tmp_path / "model.gguf", model)
+
+
+def test_a_gemma3_has_norms_that_are_offsets(tmp_path):
+    model = small_gemma3()
+    write_model(tmp_path / "model.gguf", model, "gemma3")
+    loaded = assert_same_logits(tmp_path / "model.gguf", model)
+    assert "lm_head" not in loaded
+
+
+def rope_scaling_cases():
+    llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+              "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    key = "qwen2.rope.scaling"
+    entries = {f"{key}.type": "yarn", f"{key}.factor": 4.0, f"{key}.original_context_length": 64}
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    return [
+        pytest.param("llama", {"type": "linear", "factor": 4.0}, linear, id="linear"),
+        pytest.param("qwen2", yarn, entries, id="yarn"),
+        pytest.param("llama", llama3, {}, id="llama3"),
+    ]
+
+
+@pytest.mark.parametrize(("family", "scaling", "entries"), rope_scaling_cases())
+def test_rotary_scaling_is_that_of_the_metadata(tmp_path, family, scaling, entries):
+    """Of llama3 the file has the factors of the periods alone (llama.cpp's `rope_freqs`)."""
+    model = small(family, rope_theta=50_000.0, rope_scaling=scaling)
+    others = {}
+    if "rope_type" in scaling:
+        width = HIDDEN // HEADS
+        periods = 50_000.0 ** (np.arange(0, width, 2) / width)
+        factors = np.array(model.layers[0].self_attn.rope._freqs) / periods
+        assert factors.max() == pytest.approx(32)
+        assert factors.min() == pytest.approx(1)
+        others = {"rope_freqs.weight": (factors.astype(np.float32), F32)}
+    write_model(tmp_path / "model.gguf", model, family, metadata=entries, others=others)
+    assert_same_logits(tmp_path / "model.gguf", model)
+
+
+def test_rotary_frequencies_that_are_not_llama3s_are_refused(tmp_path):
+    factors = {"rope_freqs.weight": (np.linspace(1, 3, 16, dtype=np.float32), F32)}
+    write_model(tmp_path / "m.gguf", small("llama"), "llama", others=factors)
+    with pytest.raises(ValueError, match="rotary frequencies of their own"):
+        mlx_h2o.load(str(tmp_path / "m.gguf"))
+
+
+def q4_k_blocks(rows, columns, rng):
+    """Random Q4_K blocks: two halves, 12 bytes of 6-bit scales, 128 of quants (ggml-common.h)."""
+    blocks = rng.integers(0, 256, (rows, columns // 256, 144), dtype=np.uint8)
+    halves = rng.uniform(1e-3, 2e-3, (rows, columns // 256, 2)).astype("<f2")
+    blocks[..., :4] = halves.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def dequantized_q4_k(block):
+    """A block's 256 numbers: ggml-quants.c, `dequantize_row_q4_K`."""
+    d, least = np.frombuffer(block[:4].tobytes(), "<f2").astype(np.float32)
+    q, quants, numbers = block[4:16].astype(int), block[16:], []
+    for j in range(8):
+        if j < 4:
+            scale, low = q[j] & 63, q[j + 4] & 63
+        else:
+            scale = (q[j + 4] & 0xF) | ((q[j - 4] >> 6) << 4)
+            low = (q[j + 4] >> 4) | ((q[j] >> 6) << 4)
+        of_pair = quants[32 * (j // 2) : 32 * (j // 2) + 32].astype(int)
+        levels = (of_pair >> 4) if j % 2 else (of_pair & 0xF)
+        numbers += [d * scale * level - least * low for level in levels]
+    return np.array(numbers, np.float32)
+
+
+def test_k_quants_are_dequantized(tmp_path):
+    """Q4_K, which most files have: each number is that of ggml's own loop."""
+    model = small("llama", hidden_size=256, intermediate_size=256)
+    arrays = file_arrays(model, "llama")
+    name = "blk.1.ffn_up.weight"
+    blocks = q4_k_blocks(256, 256, np.random.default_rng(0))
+    arrays[name] = (blocks, GGMLQuantizationType.Q4_K)
+    write_gguf(tmp_path / "m.gguf", metadata_of(model, "llama"), arrays)
+    loaded, _ = mlx_h2o.load(str(tmp_path / "m.gguf"))
+    expected = np.stack([dequantized_q4_k(row) for row in blocks])
+    found = np.array(loaded.layers[1].mlp.up_proj.weight)
+    assert np.allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_weights_have_16_bits_unless_the_cpu_has_room_for_32(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    write_model(path, small("llama"), "llama", Q4_1)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    weight = mlx_h2o.load(str(path))[0].layers[0].self_attn.q_proj.weight
+    assert weight.dtype == (mx.float32 if on_cpu else mx.float16)
+    monkeypatch.setattr(gguf, "MOST_FLOAT32_BYTES", 0)
+    weights = dict(tree_flatten(mlx_h2o.load(str(path))[0].parameters()))
+    assert {a.dtype for a in weights.values()} == {mx.float16}
+    weights = dict(tree_flatten(mlx_h2o.load(str(path), mx.bfloat16)[0].parameters()))
+    assert {a.dtype for a in weights.values()} == {mx.bfloat16}
+    write_model(path, small_gemma3(), "gemma3")
+    assert mlx_h2o.load(str(path))[0].model.norm.weight.dtype == mx.bfloat16
+
+
+def test_loading_takes_little_more_than_the_model(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_model(path, small("llama", hidden_size=512, intermediate_size=2048), "llama", Q8_0)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    model, _ = gguf.load(path, mx.float16)
+    weights = [a for _, a in tree_flatten(model.parameters())]
+    largest, size = max(a.nbytes for a in weights), sum(a.nbytes for a in weights)
+    # An array in float32, and once more in 16 bits.
+    assert mx.get_peak_memory() - before < size + 4 * largest
 
 
 def test_the_tokenizer_cuts_as_its_kind_says():
@@ -163,13 +304,76 @@ def test_the_chat_template_and_the_ends_of_a_turn():
     assert detokenizer.text == "al al"
 
 
+def sentencepiece_metadata(**changes):
+    """SentencePiece's BPE: scores in the place of merges, bytes for what is not in it."""
+    pieces = ["▁", "a", "l", "al", "▁al", "la", "▁▁", "<end_of_turn>"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    types = [3, 3, 3, 2, *[6] * 256, *[1] * 7, 3]
+    score = {"al": -1.0, "▁al": -2.0, "la": -3.0, "▁▁": -4.0}
+    key = "tokenizer.ggml"
+    return {
+        f"{key}.model": "llama",
+        f"{key}.tokens": tokens,
+        f"{key}.scores": [score.get(token, -1000.0) for token in tokens],
+        f"{key}.token_type": types,
+        f"{key}.bos_token_id": 2,
+        f"{key}.eos_token_id": 1,
+        f"{key}.unknown_token_id": 3,
+        f"{key}.padding_token_id": 0,
+        f"{key}.add_space_prefix": False,
+        **changes,
+    }
+
+
+def test_sentencepiece_joins_by_score_and_falls_back_to_bytes():
+    tokenizer = tokenizer_of(sentencepiece_metadata())
+
+    def pieces(text):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        return tokenizer.convert_ids_to_tokens(ids)
+
+    assert pieces("al al") == ["al", "▁al"]
+    assert pieces("lal") == ["l", "al"]  # "al" has the higher score than "la"
+    assert pieces("a  l") == ["a", "▁▁", "l"]
+    assert pieces("aé") == ["a", "<0xC3>", "<0xA9>"]
+    assert pieces("al<end_of_turn>") == ["al", "<end_of_turn>"]
+    assert tokenizer.encode("al")[0] == tokenizer.bos_token_id == 2
+    assert tokenizer.eos_token_ids == {1, len(tokenizer_tokens()) - 1}
+    detokenizer = tokenizer.detokenizer
+    for token in tokenizer.encode("al é al", add_special_tokens=False):
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    assert detokenizer.text == "al é al"
+
+
+def tokenizer_tokens():
+    return sentencepiece_metadata()["tokenizer.ggml.tokens"]
+
+
+def test_sentencepiece_of_llama_2_puts_a_space_first():
+    tokenizer = tokenizer_of(sentencepiece_metadata(**{"tokenizer.ggml.add_space_prefix": True}))
+    ids = tokenizer.encode("al al", add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁al", "▁al"]
+    assert tokenizer.decode(ids) == "al al"
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokenizer.ggml.scores": [1.0]}, {"tokenizer.ggml.scores": None}]
+)
+def test_sentencepiece_without_a_score_for_each_token_is_refused(change):
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.scores"):
+        tokenizer_of(sentencepiece_metadata(**change))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba'"),
         ({"llama.expert_count": 8}, "mixture-of-experts"),
-        ({"llama.rope.scaling.type": "yarn"}, "'yarn' rotary scaling"),
-        ({"tokenizer.ggml.model": "llama"}, "only byte-level BPE"),
+        ({"llama.rope.scaling.type": "longrope"}, "'longrope' rotary scaling"),
+        ({"llama.rope.dimension_count": 16}, "width 32 \\(16 rotated\\)"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer is 'bert'"),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
         ({"llama.block_count": None}, "lacks llama.block_count"),
     ],
@@ -178,10 +382,10 @@ def test_what_is_not_known_is_refused(tmp_path, change, message):
     metadata = {**metadata_of(small("llama"), "llama"), **change}
     metadata = {key: value for key, value in metadata.items() if value is not None}
     write_gguf(tmp_path / "m.gguf", metadata, {"token_embd.weight": (np.zeros((8, 32)), F32)})
-    weights, found = gguf.read(tmp_path / "m.gguf")
+    file = GGUFFile(tmp_path / "m.gguf")
     with pytest.raises(ValueError, match=message):  # noqa: PT012
-        gguf.config_of(found, weights)
-        tokenizer_of(found)
+        gguf.config_of(file)
+        tokenizer_of(file.metadata)
 
 
 def changed(path, at, new):
@@ -192,15 +396,72 @@ def changed(path, at, new):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(12, "Q4_K"), (13, "Q5_K"), (39, "MXFP4"), (6, "Q5_0"), (77, "type 77")]
+    ("kind", "message"), [(15, "ffn_up.*is of type Q8_K"), (77, r"77\)? is not")]
 )
-def test_arrays_of_a_kind_that_mlx_does_not_read_are_named_with_what_to_do(tmp_path, kind, name):
-    """Of Q4_K it takes every second scale wrongly and says nothing; of newer kinds it is silent."""
-    path = tmp_path / "model.gguf"
-    write_model(path, small("llama"), "llama")
-    changed(path, b"blk.0.ffn_up.weight", struct.pack("<I2QI", 2, HIDDEN, 64, kind))
-    with pytest.raises(ValueError, match=f"{name}.*ffn_up.*Quantize the model anew to Q4_0"):
+def test_arrays_of_a_type_that_is_not_known_are_named(tmp_path, kind, message):
+    path, model = tmp_path / "model.gguf", small("llama", hidden_size=256)
+    arrays = file_arrays(model, "llama")
+    arrays["blk.0.ffn_up.weight"] = (np.zeros((64, 292), np.uint8), GGMLQuantizationType.Q8_K)
+    write_gguf(path, metadata_of(model, "llama"), arrays)
+    changed(path, b"blk.0.ffn_up.weight", struct.pack("<I2QI", 2, 256, 64, kind))
+    with pytest.raises(ValueError, match=message):
         mlx_h2o.load(str(path))
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_model(path, small("llama"), "llama", Q8_0)
+    content = path.read_bytes()
+    for share in (0, 1e-4, 0.01, 0.05, 0.5, 0.99):
+        path.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(ValueError, match="incomplete download"):
+            mlx_h2o.load(str(path))
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)])
+def test_parts_in_the_wrong_order_are_refused_before_memory_is_taken(tmp_path, monkeypatch, order):
+    path = tmp_path / "model.gguf"
+    write_model(path, small("llama"), "llama", Q8_0)
+    content = path.read_bytes()
+    part = len(content) // 4 + 1
+    parts = [content[i : i + part] for i in range(0, len(content), part)]
+    path.write_bytes(b"".join(parts[i] for i in order))
+    monkeypatch.setattr(gguf, "fill", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match="joined of parts in the wrong order"):
+        mlx_h2o.load(str(path))
+
+
+def test_an_array_of_another_shape_is_named_before_memory_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "fill", lambda *_: pytest.fail("weights were read"))
+    model, path = small("llama"), tmp_path / "m.gguf"
+    arrays = file_arrays(model, "llama")
+    metadata = metadata_of(model, "llama")
+    for change, message in [
+        ({"llama.feed_forward_length": 2**24}, r"ffn_\w+.weight has the shape .*16777216"),
+        ({"llama.block_count": 1}, "model has not: blk.1"),
+        ({"llama.block_count": 1000}, "lacks the array of model.layers"),
+    ]:
+        write_gguf(path, metadata | change, arrays)
+        with pytest.raises(ValueError, match=message):
+            mlx_h2o.load(str(path))
+
+
+def test_a_header_of_absurdly_many_values_is_refused(tmp_path, monkeypatch):
+    """Each byte of a huge array in the metadata would become an object."""
+    monkeypatch.setattr(gguf_file, "MOST_VALUES", 1_000)
+    path = tmp_path / "m.gguf"
+    key = b"x.bytes"
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
+    path.write_bytes(head + struct.pack("<IIQ", 9, 0, 10_000) + bytes(10_000))
+    with pytest.raises(ValueError, match="header has more than 1,000 values"):
+        mlx_h2o.load(str(path))
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match="pip install gguf"):
+        mlx_h2o.load(str(tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize(
@@ -222,11 +483,11 @@ def test_a_key_that_is_missing_is_named(tmp_path, key):
     metadata = metadata_of(small("llama"), "llama")
     del metadata[key]
     write_gguf(tmp_path / "m.gguf", metadata, {"token_embd.weight": (np.zeros((8, 32)), F32)})
-    weights, found = gguf.read(tmp_path / "m.gguf")
-    named = {"general.architecture": "architecture 'None'", "tokenizer.ggml.model": "is None"}
+    file = GGUFFile(tmp_path / "m.gguf")
+    named = {"tokenizer.ggml.model": "is 'None'"}
     with pytest.raises(ValueError, match=named.get(key, f"lacks {key}")):  # noqa: PT012
-        gguf.config_of(found, weights)
-        tokenizer_of(found)
+        gguf.config_of(file)
+        tokenizer_of(file.metadata)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +509,10 @@ def test_a_key_that_is_missing_is_named(tmp_path, key):
 def test_a_value_out_of_range_is_named(tmp_path, key, value):
     metadata = {**metadata_of(small("llama"), "llama"), key: value}
     write_gguf(tmp_path / "m.gguf", metadata, {"token_embd.weight": (np.zeros((8, 32)), F32)})
-    weights, found = gguf.read(tmp_path / "m.gguf")
+    file = GGUFFile(tmp_path / "m.gguf")
     with pytest.raises(ValueError, match=key):  # noqa: PT012
-        gguf.config_of(found, weights)
-        tokenizer_of(found)
+        gguf.config_of(file)
+        tokenizer_of(file.metadata)
 
 
 def test_tokens_without_a_row_of_the_embeddings_are_refused(tmp_path):
@@ -313,7 +574,7 @@ def test_smollm2_speaks_and_understands():
 
 @pytest.mark.parametrize("kind", [F32, Q4_1], ids=["f32", "q4_1"])
 def test_mlx_lm_loads_the_folder_that_is_written(tmp_path, kind):
-    """The same model and tokenizer as of the file, packed as in it, by mlx-lm's own loader."""
+    """The same model and tokenizer as of the file, by mlx-lm's own loader."""
     import mlx_lm
 
     write_model(tmp_path / "model.gguf", small("llama"), "llama", kind)
@@ -325,7 +586,7 @@ def test_mlx_lm_loads_the_folder_that_is_written(tmp_path, kind):
     tokens = mx.array([[5, 9, 80, 33, 5, 9, 7, 100]])
     assert mx.allclose(model(tokens), wanted(tokens), rtol=0, atol=5e-3).item()
     layer = model.layers[0].self_attn.q_proj
-    assert isinstance(layer, nn.QuantizedLinear if kind == Q4_1 else nn.Linear)
+    assert type(layer) is nn.Linear
     text = "hello hello 12"
     assert tokenizer.encode(text) == its.encode(text)
     assert tokenizer.eos_token_ids == its.eos_token_ids

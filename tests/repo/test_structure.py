@@ -25,7 +25,6 @@ LATE = {
     "cli/__init__.py",
     "cli/serve.py",
     "doctor/machine.py",
-    "loading/gguf.py",
     "attention/tracing.py",
 }
 EXTENSIONS = ("_ext",)

@@ -1,154 +1,260 @@
-"""Models from GGUF files of the llama and qwen2 families, as mlx-lm's own classes.
+"""Models from GGUF files of the families llama, qwen2, qwen3 and gemma3, as mlx-lm's own classes.
 
-The file's weights stay packed: MLX reads Q4_0, Q4_1 and Q8_0 as its own affine quantization, and
-turns other packed kinds that it reads (`gguf_header.KINDS`) into float16. Source of the format:
-ggml's docs/gguf.md.
+Their weights are dequantized one array at a time. Sources: ggml's docs/gguf.md; the names of arrays
+and what the conversion does to them, llama.cpp's gguf-py/gguf/tensor_mapping.py and
+convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten
 
-from mlx_h2o.loading.gguf_header import check_header
-from mlx_h2o.loading.gguf_metadata import Metadata, positive, text, whole
+from mlx_h2o.loading.gguf_file import GGUFFile, Metadata
+from mlx_h2o.loading.gguf_tokenizer import tokenizer_of
 
 SUFFIX = ".gguf"
-#: Elements that share a scale in every packed kind that MLX keeps packed.
-GROUP_SIZE = 32
+#: Layers, heads and widths: hundreds of times what models have, and little enough to build.
+MOST_LAYERS, MOST_HEADS, WIDEST, LONGEST = 1_000, 65_536, 2**24, 2**31 - 1
+# MLX's CPU backend multiplies 16-bit matrices several times more slowly than float32 ones, so a
+# model that takes no more than this in float32 is loaded in it there.
+MOST_FLOAT32_BYTES = 4 << 30
 
-# The file's names of a layer's parts, and mlx-lm's names.
+# llama.cpp's names of arrays, and mlx-lm's.
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# Arrays of a part; scales and biases are those that MLX makes of a packed one.
-_OF_A_PART = ("weight", "bias", "scales", "biases")
-# Llama stores query and key rows with rotary pairs as neighbours; qwen2 stores them as mlx-lm
-# wants them.
-_PAIRS_ARE_NEIGHBOURS = {"llama": True, "qwen2": False}
-#: Layers, heads and widths: hundreds of times what models have, and little enough to build.
-MOST_LAYERS, MOST_HEADS, WIDEST, LONGEST = 1_000, 65_536, 2**24, 2**31 - 1
+_GEMMA3_LAYER = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+#: An array of factors by which a llama's rotary periods are multiplied; no weight of the model.
+ROPE_FACTORS = "rope_freqs.weight"
 
 
-def read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """A file's arrays and its metadata, with numbers as Python's own.
+@dataclass(frozen=True)
+class Family:
+    """How the conversion to GGUF treats a family of models.
+
+    Attributes:
+        module: mlx-lm's module of the family.
+        layer: llama.cpp's names of a layer's parts, and mlx-lm's.
+        interleaved: Query and key rows are stored with rotary pairs as neighbours (2i, 2i + 1);
+            mlx-lm has them D / 2 apart.
+        norm_offset: What the conversion adds to the weights of norms.
+        dtype: The 16-bit dtype. float16 keeps more digits of a weight; gemma3's activations exceed
+            its range.
+    """
+
+    module: str
+    layer: dict[str, str]
+    interleaved: bool = False
+    norm_offset: float = 0.0
+    dtype: mx.Dtype = mx.float16
+
+
+FAMILIES = {
+    "llama": Family("llama", _LAYER, interleaved=True),
+    "qwen2": Family("qwen2", _LAYER),
+    "qwen3": Family("qwen3", _LAYER),
+    "gemma3": Family("gemma3_text", _GEMMA3_LAYER, norm_offset=1.0, dtype=mx.bfloat16),
+}
+
+
+def family_of(file: GGUFFile) -> Family:
+    """The family of a file's model.
 
     Raises:
-        ValueError: The file is missing, damaged or cannot be read.
+        ValueError: It is not one of `FAMILIES`.
     """
-    if not path.is_file():
-        raise ValueError(f"There is no model file {path}.")
-    try:
-        check_header(path)
-        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
-    except (RuntimeError, OSError, ValueError) as error:
-        raise ValueError(f"Cannot read the model {path}: {error}") from error
-    weights, metadata = loaded
-    return weights, {
-        key: value.tolist() if isinstance(value, mx.array) else value
-        for key, value in metadata.items()
-    }
+    name = file.metadata.text("general.architecture")
+    if name not in FAMILIES:
+        *most, last = FAMILIES
+        raise ValueError(
+            f"A GGUF file of architecture {name[:40]!r} cannot be read; {', '.join(most)} and "
+            f"{last} can. Convert the model with mlx_lm.convert."
+        )
+    return FAMILIES[name]
 
 
-def config_of(metadata: Metadata, weights: Mapping[str, mx.array]) -> dict[str, Any]:
+def config_of(file: GGUFFile) -> dict[str, Any]:
     """The model's configuration in mlx-lm's words.
 
     Raises:
         ValueError: The file's family, or a variant of it, is not supported here.
     """
-    family = metadata.get("general.architecture")
-    if family not in _PAIRS_ARE_NEIGHBOURS:
-        raise ValueError(
-            f"A GGUF file of architecture {str(family)[:40]!r} cannot be read; "
-            f"{' and '.join(_PAIRS_ARE_NEIGHBOURS)} can. Convert the model with mlx_lm.convert."
-        )
+    family, metadata = family_of(file), file.metadata
+    prefix = metadata["general.architecture"]
 
     def count(name: str, most: int, default: int | None = None) -> int:
-        return whole(metadata, f"{family}.{name}", 1, most, default)
+        return metadata.whole(f"{prefix}.{name}", 1, most, default)
 
-    experts = whole(metadata, f"{family}.expert_count", 0, LONGEST, 0)
-    if experts or "rope_freqs.weight" in weights:
+    if metadata.whole(f"{prefix}.expert_count", 0, LONGEST, 0):
         raise ValueError(
-            "GGUF files of mixture-of-experts models, or with rotary frequencies of their own, "
-            "cannot be read; convert the model with mlx_lm.convert."
+            "GGUF files of mixture-of-experts models cannot be read; convert the model with "
+            "mlx_lm.convert."
         )
-    embeddings = weights.get("token_embd.weight")
-    if embeddings is None or embeddings.ndim != 2:
+    embeddings = file.shapes.get("token_embd.weight", ())
+    if len(embeddings) != 2:
         raise ValueError("The GGUF file lacks the array token_embd.weight of two axes.")
     heads = count("attention.head_count", MOST_HEADS)
     kv_heads = count("attention.head_count_kv", MOST_HEADS, heads)
     width = count("embedding_length", WIDEST)
     head_dim = count("attention.key_length", WIDEST, max(width // heads, 1))
-    if heads % kv_heads or head_dim % 2:
+    rotated = count("rope.dimension_count", WIDEST, head_dim)
+    if heads % kv_heads or head_dim % 2 or rotated != head_dim:
         raise ValueError(
-            f"The GGUF file's {family}.attention has {heads} heads, {kv_heads} of keys and values, "
-            f"of width {head_dim}: the first must be a multiple of the second, and the width even."
+            f"The GGUF file's {prefix}.attention has {heads} heads, {kv_heads} of keys and values, "
+            f"of width {head_dim} ({rotated} rotated): the first must be a multiple of the second, "
+            "and the width even and rotated whole."
         )
     config = {
-        "model_type": family,
+        "model_type": family.module,
         "hidden_size": width,
         "num_hidden_layers": count("block_count", MOST_LAYERS),
         "intermediate_size": count("feed_forward_length", WIDEST),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": positive(metadata, f"{family}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": positive(metadata, f"{family}.rope.freq_base", 10000.0),
+        "rms_norm_eps": metadata.positive(f"{prefix}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.positive(f"{prefix}.rope.freq_base", 10000.0),
         "max_position_embeddings": count("context_length", LONGEST),
-        "vocab_size": embeddings.shape[0],
-        "tie_word_embeddings": "output.weight" not in weights,
-        "attention_bias": "blk.0.attn_q.bias" in weights,
+        "vocab_size": embeddings[0],
+        "tie_word_embeddings": "output.weight" not in file.shapes,
+        "attention_bias": "blk.0.attn_q.bias" in file.shapes,
     }
-    scaling = text(metadata, f"{family}.rope.scaling.type", "none")
-    if scaling == "linear":
-        factor = positive(metadata, f"{family}.rope.scaling.factor")
-        config["rope_scaling"] = {"type": "linear", "factor": factor}
-    elif scaling != "none":
-        raise ValueError(f"GGUF files with {scaling[:40]!r} rotary scaling cannot be read.")
+    if prefix == "gemma3":
+        config |= _gemma3_config(metadata, config)
+    if scaling := _rope_scaling(file, prefix, config):
+        config["rope_scaling"] = scaling
     return config
 
 
-def weights_for(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The file's arrays under mlx-lm's names, query and key rows in its order.
+def _gemma3_config(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """What a gemma3 has beside the other families' settings."""
+    # llama.cpp knows the 27B by its layers too: its queries are scaled by the width of the model
+    # over its heads, those of the others by the width of a head.
+    is_27b = config["num_hidden_layers"] == 62
+    scalar = config["hidden_size"] / config["num_attention_heads"]
+    return {
+        "rope_theta": metadata.positive("gemma3.rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": metadata.positive("gemma3.rope.freq_base_swa", 10_000.0),
+        "sliding_window": metadata.whole("gemma3.attention.sliding_window", 1, LONGEST),
+        "query_pre_attn_scalar": scalar if is_27b else config["head_dim"],
+    }
+
+
+def _rope_scaling(file: GGUFFile, prefix: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The rotary scaling, as config.json has it; None where there is none.
 
     Raises:
-        ValueError: An array has no known place, or not the shape of its place.
+        ValueError: It is of a kind that cannot be read.
     """
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    renamed = {}
-    for name, array in weights.items():
+    if ROPE_FACTORS in file.shapes:
+        return _llama3_scaling(file, config)
+    key = f"{prefix}.rope.scaling"
+    kind = file.metadata.text(f"{key}.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"GGUF files with {kind[:40]!r} rotary scaling cannot be read.")
+    scaling = {"type": kind, "factor": file.metadata.positive(f"{key}.factor")}
+    if kind == "yarn":
+        trained = file.metadata.whole(f"{key}.original_context_length", 1, LONGEST)
+        scaling["original_max_position_embeddings"] = trained
+    return scaling
+
+
+def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """The scaling of Llama 3.1 and later, of which the file has the result: factors of periods.
+
+    Raises:
+        ValueError: The factors are not those of this scaling.
+    """
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    scaling: dict[str, Any] = {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    width, base = config["head_dim"], config["rope_theta"]
+    factors = file.array(ROPE_FACTORS, mx.float32)
+    scaling["factor"] = factors.max().item()
+    periods = base ** (mx.arange(0, width, 2) / width)
+    if scaling["factor"] >= 1 and factors.shape == periods.shape:
+        expected = Llama3RoPE(width, base=base, scaling_config=scaling)._freqs / periods
+        if mx.allclose(factors, expected, rtol=1e-3).item():
+            return scaling
+    raise ValueError(
+        "GGUF files with rotary frequencies of their own, other than Llama 3's, cannot be read; "
+        "convert the model with mlx_lm.convert."
+    )
+
+
+def places_of(file: GGUFFile) -> dict[str, str]:
+    """mlx-lm's name of each array in a file.
+
+    Raises:
+        ValueError: An array has no known place.
+    """
+    layer_parts, places = family_of(file).layer, {}
+    for name in file.shapes.keys() - {ROPE_FACTORS}:
         part, _, kind = name.rpartition(".")
-        if kind not in _OF_A_PART:
-            raise ValueError(f"The GGUF file has an array that is not known here: {name}.")
+        block, layer, of_layer = [*part.split(".", 2), "", ""][:3]
         if part in _OUTSIDE:
-            renamed[f"{_OUTSIDE[part]}.{kind}"] = array
-            continue
-        block, layer, part = [*part.split(".", 2), "", ""][:3]
-        if block != "blk" or part not in _LAYER:
+            place = _OUTSIDE[part]
+        elif block == "blk" and of_layer in layer_parts:
+            place = f"model.layers.{layer}.{layer_parts[of_layer]}"
+        else:
             raise ValueError(f"The GGUF file has an array that is not known here: {name}.")
-        if part in heads and _PAIRS_ARE_NEIGHBOURS[config["model_type"]]:
-            if array.shape[0] != heads[part] * config["head_dim"]:
-                raise ValueError(
-                    f"The GGUF file's array {name} has {array.shape[0]} rows; {heads[part]} heads "
-                    f"of width {config['head_dim']} need {heads[part] * config['head_dim']}."
-                )
-            array = halves_apart(array, heads[part])
-        renamed[f"model.layers.{layer}.{_LAYER[part]}.{kind}"] = array
-    return renamed
+        places[name] = f"{place}.{kind}"
+    return places
+
+
+def empty_model(config: dict[str, Any]) -> nn.Module:
+    """An mlx-lm model of a configuration; no memory is taken for its weights yet."""
+    family = import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = family.Model(family.ModelArgs.from_dict(config))
+    if config["tie_word_embeddings"]:
+        model.sanitize({})  # gemma3 drops its own output here; the others have none
+    return model
+
+
+def check_shapes(model: nn.Module, file: GGUFFile, places: dict[str, str]) -> None:
+    """Raise ValueError unless a file has the model's arrays, of its shapes, and no others."""
+    parameters: Any = tree_flatten(model.parameters())
+    wanted = {name: array.shape for name, array in parameters}
+    for name, place in sorted(places.items()):
+        if place not in wanted:
+            raise ValueError(f"The GGUF file has an array that its model has not: {name}.")
+        shape = wanted.pop(place)
+        if file.shapes[name] != shape:
+            raise ValueError(
+                f"The GGUF file's array {name} has the shape {file.shapes[name]}; its metadata "
+                f"asks for {shape}."
+            )
+    if wanted:
+        raise ValueError(f"The GGUF file lacks the array of {min(wanted)}.")
 
 
 def halves_apart(rows: mx.array, heads: int) -> mx.array:
@@ -157,76 +263,64 @@ def halves_apart(rows: mx.array, heads: int) -> mx.array:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def build(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> nn.Module:
-    """An mlx-lm model with these weights; packed weights stay packed.
+def default_dtype(file: GGUFFile) -> mx.Dtype:
+    """16 bits; float32 on a CPU, for a model that is small enough (`MOST_FLOAT32_BYTES`)."""
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    small = file.elements * mx.float32.size <= MOST_FLOAT32_BYTES
+    return mx.float32 if on_cpu and small else family_of(file).dtype
+
+
+def fill(model: nn.Module, file: GGUFFile, places: dict[str, str], dtype: mx.Dtype) -> None:
+    """Give a model its weights, one array after the other.
 
     Args:
-        config: The configuration from `config_of`.
-        weights: The arrays from `weights_for`.
+        model: The model from `empty_model`.
+        file: Its file.
+        places: From `places_of`.
+        dtype: The weights' dtype.
 
     Raises:
-        ValueError: The arrays are not those of such a model.
+        ValueError: An array holds numbers of no weight.
     """
-    from importlib import import_module
-
-    family = import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = family.Model(family.ModelArgs.from_dict(dict(config)))
-
-    def packing(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if not weights.keys() >= {f"{path}.weight", f"{path}.scales"}:
-            return False
-        words, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
-        if not hasattr(module, "to_quantized"):
-            raise ValueError(f"The GGUF file's {path} is packed, which it must not be.")
-        bits = words.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
-        return {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
-
-    nn.quantize(model, class_predicate=packing)
-    model.load_weights(list(weights.items()), strict=True)
-    return model.eval()
+    family, args = family_of(file), model.args
+    heads = {"attn_q": args.num_attention_heads, "attn_k": args.num_key_value_heads}
+    for name, place in places.items():
+        part = name.split(".")[-2]
+        if family.norm_offset and part.endswith("norm"):
+            array = (file.array(name, mx.float32) - family.norm_offset).astype(dtype)
+        else:
+            array = file.array(name, dtype)
+        if family.interleaved and part in heads:
+            array = halves_apart(array, heads[part])
+        mx.eval(array)
+        model.load_weights([(place, array)], strict=False)
 
 
-def load(path: str | Path) -> tuple[nn.Module, Any]:
-    """A model and its tokenizer, both from one file.
+def read(path: str | Path, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A model, its tokenizer and its configuration, all from one file.
+
+    What is wrong with a file is found before memory for weights is taken; they are then read array
+    by array, so that the peak is near the size of the model in `dtype`.
 
     Args:
         path: A `.gguf` file.
+        dtype: The weights' dtype; None for `default_dtype`.
 
     Raises:
         ValueError: The file cannot be read, or its model is not supported here.
     """
-    from mlx_h2o.loading.gguf_tokenizer import tokenizer_of
-
-    arrays, metadata = read(Path(path))
-    config = config_of(metadata, arrays)
-    model = build(config, weights_for(config, arrays))
-    model.set_dtype(mx.float16)
-    return model, tokenizer_of(metadata, config["vocab_size"])
-
-
-_PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
-
-
-def unpacked_bytes(model: nn.Module) -> int:
-    """Bytes that a model's packed weights would take as numbers of its dtype."""
-    modules = [module for _, module in model.named_modules() if isinstance(module, _PACKED)]
-    return sum(module.scales.nbytes * module.group_size for module in modules)
+    file = GGUFFile(Path(path))
+    config = config_of(file)
+    tokenizer = tokenizer_of(file.metadata, config["vocab_size"])
+    places = places_of(file)
+    model = empty_model(config)
+    check_shapes(model, file, places)
+    file.check_numbers()
+    fill(model, file, places, dtype or default_dtype(file))
+    return model.eval(), tokenizer, config
 
 
-def unpack(model: nn.Module) -> None:
-    """Turn a model's packed weights into arrays of numbers of its dtype, in place."""
-
-    def unpacked(module: Any) -> nn.Module:
-        weight = mx.dequantize(
-            module.weight, module.scales, module.biases, module.group_size, module.bits
-        )
-        plain: nn.Module
-        if isinstance(module, nn.QuantizedEmbedding):
-            plain = nn.Embedding(*weight.shape)
-        else:
-            plain = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in module)
-        plain.update({"weight": weight, **({"bias": module.bias} if "bias" in module else {})})
-        return plain
-
-    named = [(n, m) for n, m in model.named_modules() if isinstance(m, _PACKED)]
-    model.update_modules(tree_unflatten([(name, unpacked(module)) for name, module in named]))
+def load(path: str | Path, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any]:
+    """A model and its tokenizer; arguments and errors as in `read`."""
+    model, tokenizer, _ = read(path, dtype)
+    return model, tokenizer

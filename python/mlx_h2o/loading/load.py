@@ -27,10 +27,6 @@ CALIBRATION_TEXT = PACKAGE / "data" / "calibration.txt"
 #: Code, tables, languages and chat: the text that fits the key scaling (`Frame`) of packed keys.
 MIXED_TEXT = PACKAGE / "data" / "mixed.txt"
 
-# MLX's CPU backend multiplies packed weights several times more slowly than plain float32 ones; a
-# model that takes no more than this when unpacked is unpacked there.
-MOST_UNPACKED_BYTES = 4 << 30
-
 
 def model_path(name: str) -> str:
     """The folder of a `builtin:` model, the file of `smollm2-135m`; any other name as it is.
@@ -87,31 +83,32 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
 
     Args:
         name: A folder or hub id (mlx-lm's own loader reads them), `builtin:recall-4m`,
-            `smollm2-135m` (fetched when it is first used), or a `.gguf` file of the llama or qwen2
-            family.
-        dtype: Cast the weights to it; built-in models and GGUF files default to float32 on the CPU,
-            where 16-bit arithmetic is slow, and to their own dtype elsewhere.
+            `smollm2-135m` (fetched when it is first used), or a `.gguf` file of the families llama,
+            qwen2, qwen3 and gemma3, of which every type of weights is dequantized.
+        dtype: Cast the weights to it. Built-in models default to float32 on the CPU, where 16-bit
+            arithmetic is slow, and to their own dtype elsewhere; GGUF files default to float32 on
+            the CPU if their weights then take at most 4 GiB, and to 16 bits elsewhere.
 
     Returns:
         The model, which remembers its folder, so that a profile beside its weights is found, and
         its tokenizer, so that the key scaling of packed keys can be fitted; and the tokenizer.
 
     Raises:
-        ValueError: No such model can be found or fetched.
+        ValueError: No such model can be found or fetched, or its file is damaged.
     """
     path = model_path(name)
     if name.startswith(PREFIX) or name == demo_model.NAME:
         use_openblas()
-    from_file = path.endswith(gguf.SUFFIX)
-    model, tokenizer = gguf.load(path) if from_file else _loaded_by_mlx_lm(path, name)
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if dtype is None and on_cpu and (from_file or name.startswith(PREFIX)):
-        dtype = mx.float32
-    if dtype is not None:
-        model.set_dtype(dtype)
+    if path.endswith(gguf.SUFFIX):
+        model, tokenizer = gguf.load(path, dtype)
+    else:
+        model, tokenizer = _loaded_by_mlx_lm(path, name)
+        if dtype is None and on_cpu and name.startswith(PREFIX):
+            dtype = mx.float32
+        if dtype is not None:
+            model.set_dtype(dtype)
     if on_cpu:
-        if from_file and gguf.unpacked_bytes(model) <= MOST_UNPACKED_BYTES:
-            gguf.unpack(model)
         model.apply(laid_out_for_cpu)
     if Path(path).is_dir():
         model.mlx_h2o_folder = str(Path(path))
