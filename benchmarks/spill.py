@@ -2,8 +2,8 @@
 
     python -m benchmarks.spill
 
-Three conversations of the same tokens decode in turns of so many steps: without a file of their
-rows, with one, and with one from which evicted rows come back. Ratios are to the first.
+Two conversations of the same tokens decode in turns of so many steps: without a file of their rows,
+and with one from which evicted rows come back. Ratios are to the first.
 Milliseconds are wall time over steps;
 "processor" is the ratio of the process's own time, all threads with the file's included, which
 others on the machine disturb less. Ratios are medians of the turns' ratios, with their quartiles.
@@ -13,7 +13,6 @@ Bytes are those of the file; for a model that is not here they are computed from
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
@@ -23,21 +22,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o import (
-    Returns,
-    Spill,
-    load,
-    load_prompt_cache,
-    make_prompt_cache,
-    resume,
-    save_prompt_cache,
-)
+from mlx_h2o import Returns, Spill, load, make_prompt_cache
 from mlx_h2o._utils.blas import use_openblas
-from mlx_h2o.caches.conversation import way_into_file
-from mlx_h2o.spill.layout import LayerForm, Layout
+from mlx_h2o.spill.layout import POSITIONS, LayerForm
 from mlx_h2o.spill.page_digests import PAGE
 from mlx_h2o.spill.row_file import RowFile
-from mlx_h2o.spill.state_record import paths_of
 
 #: Settings of the arms: the dtype's own rows, and packed ones.
 ARMS: dict[str, dict[str, Any]] = {"dense": {}, "8 bits": {"bits": 8}, "6 bits": {"bits": 6}}
@@ -46,20 +35,7 @@ LLAMA = (32, 8, 128)
 GROUP = 64
 #: Tokens of a chunk, and lines of the table, of a long conversation.
 CHUNK, LINES = 256, 10
-COLUMNS = (
-    *("model", "rows", "ms a step", "with a file", "processor"),
-    *("rows come back", "processor", "bytes a token"),
-)
-
-
-COLD_COLUMNS = (
-    *("model", "file MiB", "ms a step", "dropped from the page cache"),
-    *("KiB read a step", "KiB read, dropped"),
-)
-OPEN_COLUMNS = (
-    *("model", "tokens", "prompt cache MiB", "file of rows MiB", "records MiB"),
-    *("opened, processor ms", "resumed, processor ms"),
-)
+COLUMNS = (*("model", "rows", "ms a step", "with a file", "processor", "bytes a token"),)
 
 
 def decode(model: nn.Module, cache: list[Any], token: mx.array, steps: int) -> mx.array:
@@ -78,18 +54,18 @@ def paired(
 ) -> tuple[list[list[float]], list[list[float]], float]:
     """Milliseconds a step and processor milliseconds of each turn, and the file's bytes a token.
 
-    Both lists have three lists: without a file, with one, and with rows that come back from it.
+    Both lists have two lists: without a file, and with one.
     """
     arms: list[list[Any]] = []
-    for spill in (None, Spill(folder, returns=None), Spill(folder)):
+    for spill in (None, Spill(folder)):
         cache: list[Any] = make_prompt_cache(model, args.slots, spill=spill, **settings)
         prompt = mx.random.randint(0, 1000, (1, args.prompt), key=mx.random.key(0))
         token = model(prompt, cache=cache)[:, -1].argmax(axis=-1)
         arms.append([cache, decode(model, cache, token, 2 * args.steps)])
-    times: list[list[float]] = [[], [], []]
-    own: list[list[float]] = [[], [], []]
+    times: list[list[float]] = [[], []]
+    own: list[list[float]] = [[], []]
     for turn in range(args.turns):
-        for i in (0, 1, 2) if turn % 2 else (2, 1, 0):
+        for i in (0, 1) if turn % 2 else (1, 0):
             start, used = time.perf_counter(), time.process_time()
             arms[i][1] = decode(model, arms[i][0], arms[i][1], args.steps)
             times[i].append((time.perf_counter() - start) / args.steps * 1e3)
@@ -97,17 +73,18 @@ def paired(
     file = file_of(arms[1][0])
     if not file.flush():
         raise SystemExit(f"The file failed: {file.failure}")
-    if not any(entry.back.returned for entry in arms[2][0] if entry.back is not None):
+    if not any(entry.back.returned for entry in arms[1][0] if entry.back is not None):
         raise SystemExit("No row came back: make --prompt longer.")
-    return times, own, file.layout.block_bytes / file.layout.positions
+    return times, own, file.layout.block_bytes / POSITIONS
 
 
 def file_of(cache: list[Any]) -> RowFile:
     """The file of a conversation, which has not failed."""
-    way = way_into_file(cache)
-    if way is None or way.failure or way.conversation.file is None:
-        raise SystemExit(f"The file failed: {way.failure if way else 'no layer has one'}")
-    return way.conversation.file
+    way = next(entry.spill for entry in cache if entry.spill is not None)
+    if way.failure or way.conversation.file is None:
+        raise SystemExit(f"The file failed: {way.failure}")
+    file: RowFile = way.conversation.file
+    return file
 
 
 def long_conversation(name: str, slots: int, tokens: int, folder: Path) -> None:
@@ -130,97 +107,17 @@ def long_conversation(name: str, slots: int, tokens: int, folder: Path) -> None:
             print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def cold(name: str, args: argparse.Namespace, folder: Path) -> list[str]:
-    """A table's line: steps with the file in the system's page cache, and dropped from it.
-
-    Turns of one conversation are by turns of either kind, each with as many returns.
-    """
-    model, _ = load(name)
-    cache: list[Any] = make_prompt_cache(model, args.slots, bits=6, spill=Spill(folder))
-    prompt = mx.random.randint(0, 1000, (1, args.prompt), key=mx.random.key(0))
-    for first in range(0, args.prompt, CHUNK):
-        logits = model(prompt[:, first : first + CHUNK], cache=cache)[:, -1]
-        mx.eval(logits)
-    token = decode(model, cache, logits.argmax(axis=-1), 2 * args.steps)
-    file = file_of(cache)
-    times: list[list[float]] = [[], []]
-    read = [0, 0]
-    for turn in range(2 * args.turns):
-        arm = (turn + turn // 2) % 2  # warm cold, cold warm, ...
-        if not file.flush():
-            raise SystemExit(f"The file failed: {file.failure}")
-        if arm:
-            drop(file)
-        start, before = time.perf_counter(), read_from_disk()
-        token = decode(model, cache, token, args.steps)
-        times[arm].append((time.perf_counter() - start) / args.steps * 1e3)
-        read[arm] += read_from_disk() - before
-    if not sum(entry.back.rows_read for entry in cache if entry.back is not None):
-        raise SystemExit("No row was read: make --prompt longer.")
-    kib = [f"{size / args.turns / args.steps / 1024:.1f}" for size in read]
-    warm = f"{statistics.median(times[0]):.2f}"
-    return [name, f"{file.file_bytes / 2**20:.1f}", warm, ratio_of(times, 1), *kib]
-
-
-def drop(file: RowFile) -> None:
-    """Have the system forget what it has of a file's pages; mapped pages would stay."""
-    file._unmap()
-    descriptor = os.open(file.path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def read_from_disk() -> int:
-    """Bytes that this process has had read from disks."""
-    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(told["read_bytes"])
-
-
-def opened(name: str, tokens: int, args: argparse.Namespace, folder: Path) -> list[str]:
-    """A table's line: processor time to open a conversation, as a prompt cache and as its file."""
-    model, _ = load(name)
-    cache: list[Any] = make_prompt_cache(model, args.slots, bits=6, spill=Spill(folder, keep=True))
-    text = mx.random.randint(0, 1000, (1, CHUNK), key=mx.random.key(0))
-    for _ in range(0, tokens, CHUNK):
-        mx.eval(model(text, cache=cache)[:, -1])
-        text = (text + 7) % 1000
-    saved = folder / "saved"
-    save_prompt_cache(saved, cache)
-    conversation = cache[0].spill.conversation
-    if not conversation.record([entry.spill for entry in cache]):
-        raise SystemExit(f"No record was written: {conversation.failure}")
-    path, size = conversation.file.path, conversation.file.file_bytes
-    conversation.close()
-    records = sum(one.stat().st_size for one in paths_of(path) if one.exists())
-    times: list[list[float]] = [[], []]
-    for _ in range(args.turns):
-        for arm in (0, 1):
-            start = time.process_time()  # of all threads; the files are in the page cache
-            again: Any = resume(path) if arm else load_prompt_cache(saved)
-            mx.eval([entry.state[0] for entry in again])
-            times[arm].append((time.process_time() - start) * 1e3)
-            if again[0].offset < tokens:
-                raise SystemExit("Not all tokens are known.")
-            if arm:
-                again[0].spill.conversation.close()
-            del again
-    sizes = [f"{one / 2**20:.2f}" for one in (saved.stat().st_size, size, records)]
-    return [name, f"{tokens:,}", *sizes, *(f"{statistics.median(of):.0f}" for of in times)]
-
-
 def resident() -> int:
-    """Bytes of memory that are the process's own; pages of mapped files can be dropped."""
+    """Bytes of memory that are the process's own."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
     raise SystemExit("The system does not tell what is resident.")
 
 
-def ratio_of(times: list[list[float]], arm: int) -> str:
-    """The median of the turns' ratios of an arm to the first, with the quartiles."""
-    ratios = sorted(b / a for a, b in zip(times[0], times[arm], strict=True))
+def ratio_of(times: list[list[float]]) -> str:
+    """The median of the turns' ratios of the second arm to the first, with the quartiles."""
+    ratios = sorted(b / a for a, b in zip(*times, strict=True))
     quarter = len(ratios) // 4
     low, high = ratios[quarter], ratios[-1 - quarter]
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
@@ -235,8 +132,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=32, help="steps of a turn")
     made.add_argument("--turns", type=int, default=40)
     made.add_argument("--long", type=int, help="tokens of one conversation, instead of timings")
-    made.add_argument("--cold", action="store_true", help="with the file's pages dropped, instead")
-    made.add_argument("--open", type=int, nargs="+", help="open so long conversations, instead")
     made.add_argument("--computed", action="store_true", help="what Llama-3-8B reads, instead")
     made.add_argument("--folder", type=Path, help="where the files lie (default: temporary)")
     return made
@@ -253,18 +148,6 @@ def main() -> None:
     if args.computed:
         print_llama_reads()
         return
-    if args.cold or args.open:
-        columns = OPEN_COLUMNS if args.open else COLD_COLUMNS
-        print(f"| {' | '.join(columns)} |\n|---|{'---:|' * (len(columns) - 1)}")
-        for name in args.models:
-            for tokens in args.open or [0]:
-                with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                    if args.open:
-                        cells = opened(name, tokens, args, Path(folder))
-                    else:
-                        cells = cold(name, args, Path(folder))
-                print(f"| {' | '.join(cells)} |", flush=True)
-        return
     print(f"{args.slots} slots, {args.turns} turns of {args.steps} steps\n")
     print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * (len(COLUMNS) - 2)}")
     for name in args.models:
@@ -272,7 +155,7 @@ def main() -> None:
         for arm, settings in ARMS.items():
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 times, own, size = paired(model, settings, args, Path(folder))
-            ratios = [ratio_of(of, i) for i in (1, 2) for of in (times, own)]
+            ratios = [ratio_of(of) for of in (times, own)]
             alone = f"{statistics.median(times[0]):.2f}"
             cells = [name, arm, alone, *ratios, f"{size:,.0f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
@@ -287,7 +170,7 @@ def main() -> None:
 def print_llama_reads() -> None:
     """Print what returns read for Llama-3-8B where all of its KV heads ask, by the defaults.
 
-    Rows are read as whole segments of a block with its record; digests are 16-bit means of pages.
+    Rows are read as whole segments of a block; digests are 16-bit means of pages.
     """
     layers, heads, width = LLAMA
     usual, tokens = Returns(), 100_000
@@ -295,24 +178,21 @@ def print_llama_reads() -> None:
     print("| rows | MB written a second | MB of rows read a second | MB of digests read a second |")
     print("|---|---:|---:|---:|")
     for rows, bits in (("16 bits", 16), ("8 bits", 8), ("6 bits", 6), ("4 bits", 4)):
-        layout = llama_layout(bits)
-        # Pages and as many behind them; records are read once a segment.
-        _, segment = layout.segment(0, 0)
-        read = 2 * usual.pages * layers * heads * (segment + layout.record_bytes)
+        # Pages and as many behind them.
+        read = 2 * usual.pages * layers * heads * llama_form(bits).segment_bytes
         a_second = 50 / usual.every / 1e6
-        written = layout.block_bytes / layout.positions * 50 / 1e6
+        written = llama_bytes(bits) * 50 / 1e6
         print(f"| {rows} | {written:.1f} | {read * a_second:.0f} | {digests * a_second:.0f} |")
 
 
-def llama_bytes(bits: int) -> float:
+def llama_bytes(bits: int) -> int:
     """Bytes a token of a file of Llama-3-8B's rows."""
-    layout = llama_layout(bits)
-    return layout.block_bytes / layout.positions
+    return LLAMA[0] * LLAMA[1] * llama_form(bits).row_bytes
 
 
-def llama_layout(bits: int) -> Layout:
-    """The layout of a file of Llama-3-8B's rows."""
-    layers, heads, width = LLAMA
+def llama_form(bits: int) -> LayerForm:
+    """The form of a layer's rows of Llama-3-8B."""
+    _, heads, width = LLAMA
     fields: dict[str, tuple[str, int]] = {}
     for name in ("keys", "values"):
         if bits == 16:
@@ -322,7 +202,7 @@ def llama_layout(bits: int) -> Layout:
             fields |= {
                 f"{name}.{part}": ("float16", width // GROUP) for part in ("scales", "biases")
             }
-    return Layout((LayerForm.of(heads, fields),) * layers)
+    return LayerForm.of(heads, fields)
 
 
 if __name__ == "__main__":

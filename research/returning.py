@@ -6,11 +6,10 @@
 Facts: one is planted in each prompt, at a random place of the text, or with --within among its
 first tokens. The prompt is read as a chat would read it: the text in chunks, the question as a
 chunk of its own but for its last token. A fact is known if each token of the answer is the
-likeliest. With --resumed there is one more cache, whose file is kept: before the question it is
-dropped, and the conversation resumed from the file. With --ruler the prompts are those of RULER's
-tasks that the full cache can do (`benchmarks.board.ruler`), read in the same way; answers that the
-full cache does not give are left out. With --prose, perplexity: all samples, also of further texts
-(--also), are read side by side, token by token, and scored from a quarter on.
+likeliest. With --ruler the prompts are those of RULER's tasks that the full cache can do
+(`benchmarks.board.ruler`), read in the same way; answers that the full cache does not give are left
+out. With --prose, perplexity: all samples, also of further texts (--also), are read side by side,
+token by token, and scored from a quarter on.
 
 All caches of a part have the same bytes of memory, those that wait for the file and the last
 queries included, and hold one conversation each. mlx-lm's packed cache has its own bytes.
@@ -47,7 +46,6 @@ from research.real_model import loaded, lost, stepwise
 CHUNK = 64
 #: Caches that are compared, but for the full one.
 WITHOUT, WITH = OURS, f"{OURS}, rows come back"
-RESUMED = f"{WITH}, resumed"
 #: mlx-lm's cache of all tokens in few bits.
 PACKED_CACHE = next(name for name, bits in PACKED.items() if bits == 4)
 
@@ -95,27 +93,7 @@ def makers(
         WINDOW: lambda: Arm(WINDOW).make(model, given),
         WITHOUT: lambda: ours(None),
         WITH: lambda: ours(mlx_h2o.Spill(folder)),
-        RESUMED: lambda: in_32_bits(ours(mlx_h2o.Spill(folder, keep=True))),
     }
-
-
-def in_32_bits(cache: list[Any]) -> list[Any]:
-    """Caches that were sized as in a 16-bit model, and say that their rows have 32 bits.
-
-    Resuming compares what they say with the rows in the file.
-    """
-    for entry in cache:
-        widths = replace(entry.share.widths, key_size=4, value_size=4)
-        entry.share = replace(entry.share, widths=widths)
-    return cache
-
-
-def resumed(cache: Sequence[Any]) -> list[Any]:
-    """The caches of a conversation whose file is kept, from the last record in that file."""
-    file = cache[0].spill.conversation.file
-    path = file.path
-    file.close()
-    return mlx_h2o.resume(path)
 
 
 def planted(
@@ -189,15 +167,9 @@ def answers_known(
             mx.eval(logits)
             return logits
 
-        def read_all(start: int, cache: list[Any], row: list[int] = asked.text) -> None:
-            for first in range(start, len(row), CHUNK):
-                # The logits of the text are not read, and a small model's are a fifth of the work.
-                mx.eval(model.model(mx.array([row[first : first + CHUNK]]), cache=cache))
-
-        read_all(0, cache)
-        if named.startswith(RESUMED):
-            cache = resumed(cache)
-            read_all(cache[0].offset, cache)
+        for first in range(0, len(asked.text), CHUNK):
+            # The logits of the text are not read, and a small model's are a fifth of the work.
+            mx.eval(model.model(mx.array([asked.text[first : first + CHUNK]]), cache=cache))
         read(asked.question[:-1], cache)
         logits = read(asked.question[-1:], cache)
         for piece, is_answer in asked.said:
@@ -208,8 +180,6 @@ def answers_known(
             known += [float(right)] if is_answer else []
         held.append(bytes_in_16_bits(cache))
         rows += rows_read(cache) / (len(asked.text) + len(asked.question))
-        if named.startswith(RESUMED):
-            remove_file(cache)
         print(f"{named}: {i + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
     return Found(known, statistics.fmean(held), rows / len(prompts))
 
@@ -227,13 +197,6 @@ def those_known(prompts: Sequence[Asked], known: Sequence[float]) -> list[Asked]
         if any(right for _, right in said):
             kept.append(replace(asked, said=said))
     return kept
-
-
-def remove_file(cache: Sequence[Any]) -> None:
-    """End a conversation whose file is kept, and remove the file."""
-    file = cache[0].spill.conversation.file
-    file.keep = False
-    file.close()
 
 
 def rows_read(cache: Sequence[Any]) -> int:
@@ -284,7 +247,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--samples", type=int, default=4, help="of prose, in each text")
     made.add_argument("--form", choices=sorted(FORMS), default="cloze", help="of the facts")
     made.add_argument("--within", type=int, help="tokens among which the fact is planted")
-    made.add_argument("--resumed", action="store_true", help="ask after a restart, too")
     made.add_argument("--seed", type=int, default=3)
     made.add_argument("--ruler", action="store_true", help="RULER's tasks instead of facts")
     made.add_argument("--prose", action="store_true", help="perplexity instead of facts")
@@ -325,7 +287,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:
             for name, make in makers(model, args.tokens // part, args.tokens, Path(folder)).items():
-                if (args.only and name not in args.only) or (name == RESUMED and not args.resumed):
+                if args.only and name not in args.only:
                     continue
                 try:
                     make()

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mlx_h2o.caches.kv_cache import H2OKVCache
     from mlx_h2o.caches.latent import LatentKVCache
     from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-    from mlx_h2o.caches.resume import resume
     from mlx_h2o.caches.shared import SharedKVCache
     from mlx_h2o.calibration.calibrate import calibrate
     from mlx_h2o.calibration.centres_build import learn_query_centres
@@ -75,7 +74,6 @@ _NAMES_OF_MODULES = {
     "caches.kv_cache": "H2OKVCache",
     "caches.latent": "LatentKVCache",
     "caches.plain_rows": "PlainRowsKVCache",
-    "caches.resume": "resume",
     "caches.shared": "SharedKVCache",
     "calibration.calibrate": "calibrate",
     "calibration.centres_build": "learn_query_centres",
@@ -173,7 +171,6 @@ __all__ = [
     "register_policy",
     "register_preset",
     "resize",
-    "resume",
     "save_prompt_cache",
     "scaled_dot_product_attention_with_scores",
     "select_victims",

@@ -28,7 +28,7 @@ RUNS = {
     "real_model shares": ((TEXT, PROFILE, *MODEL, *PAIR), "| "),
     "real_model widths": ((TEXT, *MODEL, *PAIR, "--parts", "4"), "| "),
     "returning": (
-        (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--prompts", "1", "--resumed"),
+        (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--prompts", "1"),
         "| ",
     ),
     "returning --prose": (

@@ -9,7 +9,6 @@ import numpy as np
 import openai
 import pytest
 
-from mlx_h2o.spill.conversation_rows import close_all
 from mlx_h2o.storage.pins import true_positions
 from serving import SIZE, WORDS, serving
 
@@ -41,7 +40,6 @@ def test_each_conversation_has_a_file_and_goes_on_in_it(tmp_path):
             ends = [idle.cache for idle in last if idle.kind == "assistant"]
             files = {cache[-1].spill.conversation.file for cache in ends}
             assert len(files) == len(ends) == 2
-            assert len(list(tmp_path.iterdir())) == 2
             for cache in ends:  # rows come back to the last layer, so the file has its rows
                 assert [entry.spill is not None for entry in cache] == [False, False, False, True]
                 assert not cache[-1].spill.failure
@@ -49,8 +47,6 @@ def test_each_conversation_has_a_file_and_goes_on_in_it(tmp_path):
             with pytest.raises(openai.BadRequestError, match="only when the server is started"):
                 running.ask("x", extra_body={"mlx_h2o": {"spill": "/tmp"}})
     assert answers[None] == answers[str(tmp_path)]
-    del running, last, ends, files, cache
-    close_all()
     assert not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,7 @@ from mlx_h2o.storage.remainder import Remainder
 from mlx_h2o.storage.slot_store import NARROW, WIDE
 
 #: Bytes of memory that a row which came back from a file may take beside its slot: its position and
-#: what its score was raised by (`engine/returns_kept.py`), in 4 bytes each.
+#: what its score was raised by (`engine/return_state.py`), in 4 bytes each.
 CREDIT_BYTES = 8
 # Limits for a layer in a file.
 MOST_HEADS, WIDEST_ROW = 2**16, 2**20

@@ -110,9 +110,9 @@ class CacheOptions(PolicyOptions, total=False):
     profile: Literal["first use", "never"]
     """Whether a model without a profile is measured for a size in bytes, quickly and once."""
     spill: str | Path | Spill | None
-    """A folder in which each conversation gets a file of all its rows, "auto" for one in the
-    user's cache folder, or a `Spill`, which says whether files are kept and with which key they are
-    sealed. A conversation's file is removed with it."""
+    """A folder in which each conversation gets a file of all its rows, from which evicted ones come
+    back; "auto" for one in the user's cache folder, or a `Spill`. The file goes with its
+    conversation, or with its process."""
 
 
 #: Defaults of options; all others are None.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from mlx_h2o.engine import eviction, layer_factory, saved_state
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
 from mlx_h2o.engine.policy_view import slots_of
-from mlx_h2o.engine.returns_kept import Returning
+from mlx_h2o.engine.return_state import ReturnState
 from mlx_h2o.policies import Policy, Slots
 from mlx_h2o.spill.layer_rows import LayerRows, spilling
 from mlx_h2o.spill.setting import Spill, spill_setting
@@ -47,8 +46,6 @@ IN_A_STEP = (
     "resize, pin or read it between two calls of the model; after a call that failed, go on from a "
     "copy or a file made before it."
 )
-#: How names of what is kept for rows to come back begin in `state_beside_rows`.
-KEPT = "returning."
 NO_KV_BITS = (
     "kv_bits cannot pack a bounded cache later on: omit it, and give bits=8 (or k_bits, "
     "v_bits) to make_prompt_cache or install."
@@ -155,7 +152,7 @@ class BoundedKVCache:
         #: The way of its rows into a file, or None. Files of prompt caches do not hold it.
         self.spill: LayerRows | None = None
         #: What is kept so that evicted rows come back from the file, or None.
-        self.back: Returning | None = None
+        self.back: ReturnState | None = None
         #: The cache's share of its model's budget, for `mlx_h2o.resize`; if the cache was made
         #: alone, it is known from the first rows on.
         self.share = share
@@ -241,26 +238,18 @@ class BoundedKVCache:
             raise RuntimeError("This cache holds nothing yet.")
         return self._layer
 
-    def spill_to(self, spill: LayerRows | None, heads: frozenset[int] | None = None) -> None:
-        """Write every row that comes from now on to a file, too, or to none.
+    def spill_to(self, spill: LayerRows, heads: frozenset[int] | None = None) -> None:
+        """Write every row that comes from now on to a file, too, from which evicted ones come back.
 
         Args:
             spill: The way into the file.
             heads: The KV heads to which evicted rows come back; None means all.
         """
-        returns = None if spill is None else spill.conversation.spill.returns
-        self.back = None
-        if returns is not None and self.rows_return and heads != frozenset():
-            self.back = Returning(returns, heads)
-        self.go_on_in(spill)
-
-    def go_on_in(self, spill: LayerRows | None) -> None:
-        """Write every row that comes from now on to a file, too; rows come back as they did."""
         self.spill = spill
-        if spill is not None:
-            spill.keeper = weakref.ref(self)
+        if self.rows_return:
+            self.back = ReturnState(spill.conversation.spill.returns, heads)
         if self._layer is not None:
-            self._layer.spill, self._layer.back = spill, self.back
+            self._layer.spill, self._layer.back = self.spill, self.back
 
     # -- new rows and attention -------------------------------------------------------------------
 
@@ -483,16 +472,6 @@ class BoundedKVCache:
             "share": self.share.config() if self.share else None,
         }
 
-    def state_beside_rows(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
-        """Arrays by name and configuration of what is used, without the rows of the slots."""
-        rows = {f"slots.{name}" for of in ("keys", "values") for name in self.packing.names(of)}
-        arrays = {name: array for name, array in self.arrays().items() if name not in rows}
-        arrays, config = saved_state.used_only(arrays, self.config())
-        if self.back is not None:
-            kept, config["returning"] = self.back.state()
-            arrays |= {f"{KEPT}{name}": array for name, array in kept.items()}
-        return arrays, config
-
     @property
     def state(self) -> tuple[dict[str, mx.array], str]:
         """Arrays by name, and the configuration as JSON."""
@@ -642,7 +621,6 @@ class BoundedKVCache:
             shared += [self.layer.settings, *_arrays(self.layer)]
         memo.update((id(value), value) for value in shared)
         vars(new).update(copy.deepcopy(state, memo))
-        new.go_on_in(new.spill)
         return new
 
     def __copy__(self) -> Self:

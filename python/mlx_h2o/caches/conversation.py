@@ -14,7 +14,6 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.integration.refusals import NothingToBound
-from mlx_h2o.spill.layer_rows import LayerRows
 from mlx_h2o.storage.pins import Span, joined
 
 
@@ -28,12 +27,6 @@ def bounded_entries(cache: Sequence[Any]) -> list[BoundedKVCache]:
     if not layers:
         raise NothingToBound("There is no bounded cache in this list.")
     return layers
-
-
-def way_into_file(cache: Sequence[Any]) -> LayerRows | None:
-    """The way of a model's first layer that has one into the file of rows; None without a file."""
-    layers = (entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache))
-    return next((layer.spill for layer in layers if layer.spill is not None), None)
 
 
 def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:

@@ -152,7 +152,7 @@ def _add_spill_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--spill", metavar="DIR",
         help='write rows to a file of their conversation there ("auto": in the user\'s cache '
-        "folder), from which evicted ones come back; it is removed with the conversation",
+        "folder), from which evicted ones come back; it goes with the conversation",
     )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ from mlx_h2o.cli.pin_options import add_pin_options
 from mlx_h2o.cli.sessions import days
 from mlx_h2o.loading.gguf import SUFFIX
 from mlx_h2o.loading.load import model_path, require_model
-from mlx_h2o.spill.conversation_rows import close_all
 from mlx_h2o.storage.pins import joined
 
 DEFAULT_MAX_KV_SIZE = 1024
@@ -210,7 +209,6 @@ def run(args: argparse.Namespace) -> None:
         if given is not None:
             options += [f"--{name}", str(given)]
     serve(settings, options)
-    close_all()
     # Everything is written and every client gone. MLX's threads may still be releasing Python
     # objects, and one that does so while the interpreter ends aborts the process.
     sys.stdout.flush()

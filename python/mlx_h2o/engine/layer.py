@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine.array_owner import Evictions, Fields, Memory, fields_of, marked
-from mlx_h2o.engine.returns_kept import Returning
+from mlx_h2o.engine.return_state import ReturnState
 from mlx_h2o.spill.layer_rows import STORED, LayerRows
 from mlx_h2o.storage.journal import Journal
 from mlx_h2o.storage.packed import dense
@@ -85,7 +85,7 @@ class Layer:
         #: The way of its rows into a file, or None (`spill/layer_rows.py`).
         self.spill: LayerRows | None = None
         #: What rows need to come back from the file, or None (`engine/returning.py`).
-        self.back: Returning | None = None
+        self.back: ReturnState | None = None
 
     # -- the rows held ----------------------------------------------------------------------------
 

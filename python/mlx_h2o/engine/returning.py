@@ -30,11 +30,11 @@ from mlx_h2o.engine import eviction
 from mlx_h2o.engine.array_owner import Fields, marked
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.policy_view import rows_of
-from mlx_h2o.engine.returns_kept import Credit, Returning
+from mlx_h2o.engine.return_state import Credit, ReturnState
 from mlx_h2o.spill.layer_rows import LayerRows
-from mlx_h2o.spill.layout import DamagedFile
+from mlx_h2o.spill.layout import Array
 from mlx_h2o.spill.page_digests import PAGE, TRACT, digests_of
-from mlx_h2o.spill.parts import Array, of_bits
+from mlx_h2o.spill.parts import of_bits
 from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.rope import without_gaps
@@ -81,7 +81,7 @@ class Come(NamedTuple):
     credits: dict[int, Credit]
 
 
-def is_due(back: Returning, layer: Layer, length: int) -> bool:
+def is_due(back: ReturnState, layer: Layer, length: int) -> bool:
     """Whether rows come back before a layer's next tokens.
 
     Args:
@@ -131,7 +131,7 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
             _come(layer, back, run, fields, asked) if back.has(run) else None
             for run, fields in zip(layer.runs, held, strict=True)
         ]
-    except (OSError, ValueError, DamagedFile) as error:
+    except (OSError, ValueError) as error:
         spill.conversation.fail(f"rows cannot be read from the file: {error}")
         return
     if any(come):
@@ -139,7 +139,7 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
 
 
 def _take_in(
-    layer: Layer, back: Returning, held: Sequence[Fields], come: Sequence[Come | None]
+    layer: Layer, back: ReturnState, held: Sequence[Fields], come: Sequence[Come | None]
 ) -> None:
     """Give slots to the rows that come back; the policy evicts as many others."""
     layer.journal.clear()
@@ -196,7 +196,7 @@ def _asked(
     return Asked(np.array(flat), np.array(total.reshape(H, -1, 1)), call.softcap)
 
 
-def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked) -> Come | None:
+def _come(layer: Layer, back: ReturnState, run: Run, fields: Fields, asked: Asked) -> Come | None:
     """What a return changes in a run of heads, or None; nothing changes yet."""
     spill, settings = layer.spill, back.settings
     assert spill is not None
@@ -247,7 +247,7 @@ class Wanted(NamedTuple):
 
 
 def _wanted(
-    layer: Layer, back: Returning, head: int, asked: Asked, held: Array, leased: Array, most: int
+    layer: Layer, back: ReturnState, head: int, asked: Asked, held: Array, leased: Array, most: int
 ) -> Wanted:
     """How much one head wants the rows of the pages that seem to be wanted most.
 
@@ -279,7 +279,7 @@ def _wanted(
 
 
 def _pages_read(
-    layer: Layer, back: Returning, asked: Asked, head: int, held: Array, leased: Array, most: int
+    layer: Layer, back: ReturnState, asked: Asked, head: int, held: Array, leased: Array, most: int
 ) -> list[int]:
     """The pages whose rows are read, ascending: those of the rows with the largest estimated mass.
 
@@ -302,9 +302,9 @@ def _pages_read(
     candidates: Array = absent.reshape(pages, PAGE)
     estimates = np.where(candidates.any(axis=1), 0, -np.inf).astype(np.float32)
     if back.asks(head):
-        asking = back.asking_heads(layer.store.heads)
-        place, width = asking.index(head), asked.queries.shape[2]
-        for first, digests in spill.digests(place, len(asking), width):
+        place = back.asking_heads(layer.store.heads).index(head)
+        width = asked.queries.shape[2]
+        for first, digests in spill.digests(place, width):
             part = slice(first, min(first + len(digests), pages))
             digests = digests[: part.stop - first]
             keys = digests["keys"].astype(np.float32) * digests["scale"][:, None, None]
@@ -423,7 +423,7 @@ def _lease(
 # -- rows of the file --------------------------------------------------------------------------
 
 
-def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
+def _digest_new_pages(layer: Layer, back: ReturnState, spill: LayerRows) -> None:
     """Make the digests of pages that were completed since the last time.
 
     Other heads than those that ask have none, and queries of zeros: a head whose neighbours in its

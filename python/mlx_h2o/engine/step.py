@@ -19,8 +19,8 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine import eviction, fused_case
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
+from mlx_h2o.engine.return_state import ReturnState
 from mlx_h2o.engine.returning import bring_back, is_due
-from mlx_h2o.engine.returns_kept import Returning
 from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
 from mlx_h2o.spill.layer_rows import PLAIN
 from mlx_h2o.storage.journal import single_steps
@@ -65,7 +65,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     return _evicting(layer, _observed(layer, call, layer.take_in(k, v)))
 
 
-def _bring_back(layer: Layer, back: Returning, call: AttentionCall, k: mx.array) -> None:
+def _bring_back(layer: Layer, back: ReturnState, call: AttentionCall, k: mx.array) -> None:
     """Let evicted rows come back if it is time, and note the queries for the next time."""
     if is_due(back, layer, k.shape[2]):
         bring_back(layer, call, k)

@@ -103,7 +103,7 @@ def _bytes_of(entry: Any) -> int:
     beside = entry.spill.waiting if entry.spill is not None else []
     queries = entry.back.queries if entry.back is not None else []
     # The bytes of the undo journal are not among the arrays, and count at their own size.
-    # Rows that a resumed file gave back are numpy's, with the dtypes of its model.
+    # Rows that were read from the file are numpy's, with the dtypes of its model.
     numbers = [a for a in (*rows.values(), *beside, *queries) if isinstance(a, mx.array)]
     return entry.nbytes - sum(array.nbytes - _row_bytes(array) for array in numbers)
 

@@ -135,7 +135,7 @@ def spill_to(
 ) -> None:
     """Let the bounded caches of a list, which are empty, have one file of their rows.
 
-    Layers whose rows it does not take (`Spill.takes`) have none.
+    Layers to which no rows come back have none.
 
     Args:
         cache: The model's caches.
@@ -146,14 +146,13 @@ def spill_to(
     written = [
         (layer, back)
         for layer, back in zip(layers, heads or [None] * len(layers), strict=True)
-        if spill.takes(back)
+        if back != frozenset()
     ]
     if not written:
         return
     ways = spilling(spill, [(layer.packing, layer.frame) for layer, _ in written], pack)
     for (layer, back), way in zip(written, ways, strict=True):
         layer.spill_to(way, back)
-    ways[0].conversation.is_whole = list(cache) == [layer for layer, _ in written]
 
 
 def _at_hand(

@@ -24,7 +24,7 @@ from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.budgets.tensor_parallel import Ranks
 from mlx_h2o.integration.layer_probe import LayerKind
 from mlx_h2o.policies import Policy
-from mlx_h2o.spill.setting import WAITING
+from mlx_h2o.spill.row_file import WAITING
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Packing, group_size_for
 from mlx_h2o.storage.pins import pinned_from
@@ -198,8 +198,7 @@ def _profile_to_buy_by(
 
     Caches to which none can come back (`BoundedKVCache.rows_return`) have no profile.
     """
-    returns = settings.spill is not None and settings.spill.returns is not None
-    if profile is None or not returns or not policy.needs_attention:
+    if profile is None or settings.spill is None or not policy.needs_attention:
         return profile
     return profile.where_rows_return()
 
@@ -214,7 +213,7 @@ def _own_widths(
     looking = retrieval_heads(profile, len(kinds))
     own = []
     for kind, of_layer, heads in zip(kinds, centres, looking, strict=True):
-        spill = settings.spill if settings.spill and settings.spill.takes(heads) else None
+        spill = settings.spill if heads != frozenset() else None
         queries = kind.group * (1 if heads is None else len(heads) / kind.heads)
         widths = replace(
             kind.widths,
@@ -222,7 +221,7 @@ def _own_widths(
             centre_bytes=of_layer.head_bytes if of_layer else 0,
             spill_bytes=spill.head_bytes(kind.widths, queries) if spill else 0,
             waiting=WAITING if spill else 0,
-            returning=spill.returns.rows if spill and spill.returns and queries else 0,
+            returning=spill.returns.rows if spill else 0,
         )
         own.append(widths)
     return own

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.serve.conversations import pieces_of
-from mlx_h2o.serve.kept_rows import told_of
 from mlx_h2o.serve.member import Member, Reading, generate_again, own_processors, own_sampler
 from mlx_h2o.serve.ticket import Ticket, Turn
 
@@ -220,7 +219,6 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
             self._members[uid] = Member(
                 ticket, cache, list(known), pieces, sampler, processors, stop, most
             )
-            self._members[uid].told = told_of(cache)
         self.let_go()
         return uids
 

@@ -19,10 +19,9 @@ import mlx.core as mx
 
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.caches.conversation import bounded_entries, pin, way_into_file
+from mlx_h2o.caches.conversation import bounded_entries, pin
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.model_caches.resize import resize
-from mlx_h2o.serve.kept_rows import NEAR, KeptRows, Told, goes_on_in_file, tell
 from mlx_h2o.serve.marks import Mark, mark, mark_of
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 from mlx_h2o.serve.ticket import Place, Ticket, Turn
@@ -81,16 +80,10 @@ class Conversations:
     Args:
         most: The most entries to keep; None means that only bytes count.
         sessions: The folder to which conversations are written if there is no room, or None.
-        rows: The files of rows that conversations left, or None.
     """
 
-    def __init__(
-        self,
-        most: int | None = None,
-        sessions: Sessions | None = None,
-        rows: KeptRows | None = None,
-    ):
-        self.most, self.sessions, self.rows = most, sessions, rows
+    def __init__(self, most: int | None = None, sessions: Sessions | None = None):
+        self.most, self.sessions = most, sessions
         self.left: Callable[[], int | None] = lambda: None  # bytes that all may take now
         # The mark of the request that is beginning, and empty caches with it.
         self._wanted, self._empty = Mark(), list[Any]()
@@ -155,8 +148,6 @@ class Conversations:
             # If the entry found is faulty, the prompt itself can still be read.
             logging.exception("An idle conversation cannot be continued")
             cache, known = copy.deepcopy(self._empty), 0
-        if self.rows is not None:
-            tell(cache, Told(self.rows.model, mark_of(cache), tokens, len(tokens)))
         return cache, tokens[known:]
 
     def _found(self, key: bytes) -> tuple[list[Any], int]:
@@ -169,12 +160,6 @@ class Conversations:
         saved = None
         if self.sessions is not None:
             saved = self.sessions.longest_before(self._wanted, key)
-        in_file = known if found is not None and goes_on_in_file(found.cache) else 0
-        from_rows = self._from_rows(
-            key, in_file, max(known, token_count(saved.key) if saved else 0)
-        )
-        if from_rows is not None:
-            return from_rows
         # A shrunk conversation's file still holds everything from before.
         if saved is not None and (
             token_count(saved.key) > known or (found is not None and found.shrunk)
@@ -190,54 +175,6 @@ class Conversations:
         if found.shrunk:
             grow(cache, self._empty)
         return cache, known
-
-    def _from_rows(self, key: bytes, in_file: int, known: int) -> tuple[list[Any], int] | None:
-        """Caches that go on from a file of rows, and how many tokens they hold.
-
-        A conversation that goes on in a file writes over its records. Noted turns, from which a
-        client may still go on, are held in memory from then on.
-
-        Args:
-            key: The key of the prompt's tokens.
-            in_file: The number of tokens that caches in memory hold which go on in their own file.
-            known: The number of tokens that any caches hold, in memory or in a file of caches.
-        """
-        left = self.rows.longest_before(self._wanted, key) if self.rows is not None else None
-        if self.rows is None or left is None:
-            return None
-        goes_on, count = left.goes_on_for(key), token_count(left.key)
-        if count <= in_file or (count + NEAR < known if goes_on else count <= known):
-            return None
-        noted = []
-        if goes_on:
-            noted = [one for one in self.rows.beside(left) if self._needs(one.mark, one.key)]
-        for one in noted:
-            apart = self.rows.load_apart(one) if one != left else None
-            if apart is not None:
-                self._hold(one.mark, one.key, apart)
-        cache = self.rows.load(left, key)
-        if cache is None:
-            return None
-        if left in noted:
-            self._hold(left.mark, left.key, copy.deepcopy(cache))
-        self.make_room(self.left())
-        return cache, count
-
-    def _needs(self, own: Mark, key: bytes) -> bool:
-        """Whether a turn is noted on disk, and neither a file of caches nor memory has its state.
-
-        A client may go on from it as long as its note is there.
-        """
-        if self.sessions is None or Place(own, key) in self._idle:
-            return False
-        saved = self.sessions.saved.get(self.sessions.path_of(own, key))
-        return saved is not None and not saved.cached
-
-    def _hold(self, own: Mark, key: bytes, cache: list[Any]) -> None:
-        """Keep the caches of an earlier turn, from which a conversation goes on."""
-        self._clock += 1
-        new = Idle(own, key, cache, "assistant", pieces_of(cache), self._clock, passed=True)
-        self._idle[Place(own, key)] = new
 
     def snapped(self, cache: list[Any]) -> None:
         """The next insertion was copied before its turn ended: it is no conversation."""
@@ -329,8 +266,6 @@ class Conversations:
         keys = [idle.key for idle in self._before(wanted, key)]
         saved = self.sessions.longest_before(wanted, key) if self.sessions is not None else None
         keys += [saved.key] if saved is not None else []
-        left = self.rows.longest_before(wanted, key) if self.rows is not None else None
-        keys += [left.key] if left is not None else []
         return max(map(token_count, keys), default=0)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
@@ -357,15 +292,9 @@ class Conversations:
         )
 
     def _shrink_one(self) -> bool:
-        """Shrink the longest unused conversation not shrunk yet; False if there is none.
-
-        One with a file of rows leaves memory instead: it goes on from there with all its slots.
-        """
+        """Shrink the longest unused conversation not shrunk yet; False if there is none."""
         whole = [idle for idle in self._idle.values() if not idle.shrunk]
         for idle in sorted(whole, key=lambda idle: idle.used):
-            if self.rows is not None and goes_on_in_file(idle.cache):
-                self._give_up(idle)
-                return True
             if idle.unsaved:
                 self._save(idle)
             idle.shrunk = True
@@ -384,36 +313,12 @@ class Conversations:
         if idle.unsaved:
             self._save(idle)
         del self._idle[Place(idle.mark, idle.key)]
-        if self.rows is not None and not self.rows.let_go(*_as_left(idle)):
-            self._save_apart(idle)
         self.forgotten += 1
 
-    def _save_apart(self, idle: Idle) -> None:
-        """Write the caches of a noted turn in whose file of rows a later turn goes on.
-
-        The later turn's records take the place of this one's, and its client may not know of it.
-        """
-        known = [one for one in self._idle.values() if one.told and len(one.key) > len(idle.key)]
-        count = token_count(idle.key)
-        if any(one.key.startswith(idle.key) and idle.mark.serves(one.mark, count) for one in known):
-            return
-        if self.sessions is None or not self._needs(idle.mark, idle.key):
-            return
-        try:
-            self.sessions.save_again(idle.mark, idle.key, idle.cache)
-        except (OSError, ValueError) as error:
-            logging.error("A conversation could not be saved: %s", error)
-
     def _save(self, idle: Idle) -> None:
-        """Write a conversation, and remove the files of its earlier turns (`Sessions.save`).
-
-        One with a file of rows gets a record there, which is its state without its rows.
-        """
+        """Write a conversation, and remove the files of its earlier turns (`Sessions.save`)."""
         assert self.sessions is not None
         idle.unsaved = False
-        if self._in_rows(idle):
-            self.sessions.forget_earlier(idle.mark, idle.key, idle.told)
-            return
         try:
             self.sessions.save(idle.mark, idle.key, idle.cache, idle.told)
         except (OSError, ValueError) as error:
@@ -423,15 +328,6 @@ class Conversations:
         """The server ends: what is not on disk yet is written."""
         while self.save_one():
             pass
-        if self.rows is not None:
-            longest_first = sorted(self._idle.values(), key=lambda idle: -len(idle.key))
-            self.rows.end([_as_left(idle) for idle in longest_first])
-
-    def _in_rows(self, idle: Idle) -> bool:
-        """Whether a conversation's file of rows has its state now."""
-        if self.rows is None or idle.shrunk:
-            return False
-        return self.rows.record(idle.cache, idle.mark, idle.key)
 
     # -- lookups for the page ---------------------------------------------------------------------
 
@@ -454,9 +350,6 @@ class Conversations:
             to: Changes a list of caches, or raises before any change.
         """
         to(idle.cache)
-        rows = way_into_file(idle.cache)
-        if rows is not None and rows.follows:
-            rows.conversation.state_changed()
         mx.eval([entry.state for entry in idle.cache])
         idle.pieces = pieces_of(idle.cache)
         if self.sessions is not None:
@@ -466,8 +359,7 @@ class Conversations:
             if whole is not None:
                 to(whole)
             try:
-                if not self._in_rows(idle):
-                    self.sessions.save_again(idle.mark, idle.key, whole or idle.cache)
+                self.sessions.save_again(idle.mark, idle.key, whole or idle.cache)
                 idle.unsaved = False
             except OSError as error:
                 logging.error("Changed pins could not be saved: %s", error)
@@ -489,14 +381,6 @@ class Conversations:
             and key.startswith(idle.key)
             and idle.mark.serves(wanted, token_count(idle.key))
         ]
-
-
-def _as_left(idle: Idle) -> tuple[list[Any], Mark, bytes | None]:
-    """An entry as `KeptRows.let_go` takes it.
-
-    A shrunk conversation gets no record: it goes on from an earlier one, with all its slots.
-    """
-    return idle.cache, idle.mark, None if idle.shrunk else idle.key
 
 
 def _undone(

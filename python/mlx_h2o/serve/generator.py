@@ -114,9 +114,6 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _admitted(self, timeout: float | None) -> Any:
         if not self._restored:
             self._restored = True
-            if self.conversations.rows is not None and self.conversations.rows.left:
-                self.provider.require()
-                self._going_on.read_rows(self.provider.tokenizer)
             restore(self.conversations, self._plans, self.provider, self.defaults)
         _line_up(self.requests, self._line, None if self._line else timeout)
         if timeout is not None and not self._line:  # nothing runs and nothing waits

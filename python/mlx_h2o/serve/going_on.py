@@ -40,31 +40,6 @@ class GoingOn:
                     self._transcripts.add(text, note.key)
             conversations.sessions.notes.clear()
 
-    def read_rows(self, tokenizer: Any) -> None:
-        """Remember the texts of conversations that broke off within an answer, in files of rows.
-
-        Args:
-            tokenizer: The model's tokenizer.
-        """
-        rows = self._conversations.rows
-        for left in rows.left if rows is not None else ():
-            tokens = tokens_of(left.key)
-            # A prompt's text has a template's mark of the beginning, and not the tokenizer's.
-            begins = tokens[:1] == [tokenizer.bos_token_id]
-            try:
-                parts = tokens[begins : left.prompt], tokens[left.prompt :]
-                asked, said = (str(tokenizer.decode(part)) if part else "" for part in parts)
-                begin = str(tokenizer.decode(tokens[:1])) if begins else ""
-            except Exception as error:  # tokens of an image, for one
-                logging.info("A conversation in %s has no text: %s", left.path.name, error)
-                continue
-            if said.endswith("\ufffd"):  # half a character
-                continue
-            # mlx-lm removes an answer's first space; a client may put it back.
-            for text in {asked + said, asked + said.removeprefix(" ")} - {""}:
-                self._transcripts.add(text, left.key)
-                self._transcripts.add(begin + text, left.key)
-
     def spelled(self, said: TurnText, empty_for: Callable[[list[int]], list[Any]]) -> list[int]:
         """A prompt's tokens, spelled as in the conversation whose caches hold most of it.
 
@@ -173,18 +148,14 @@ def restore(
 ) -> None:
     """Compute the caches of conversations that a killed server noted but did not write.
 
-    Those that a file of rows has whole are read from there when they go on.
-
     Args:
         conversations: The idle conversations.
         plans: The plans of empty caches.
         provider: The provider of the model.
         defaults: The server's settings of caches.
     """
-    sessions, rows = conversations.sessions, conversations.rows
+    sessions = conversations.sessions
     for saved in sessions.without_caches() if sessions is not None else ():
-        if rows is not None and rows.has(saved.mark, saved.key):
-            continue
         try:
             _read_again(saved, conversations, plans, provider, defaults)
         except Exception as error:

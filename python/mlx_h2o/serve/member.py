@@ -18,7 +18,6 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_h2o.serve.kept_rows import Told
 from mlx_h2o.serve.ticket import Ticket
 
 
@@ -101,7 +100,6 @@ class Member:
         most: The most tokens that it generates.
         read: Tokens of its prompt that were read.
         said: Tokens that it generated and reported.
-        told: Its tokens, for the records of its state, or None.
     """
 
     ticket: Ticket
@@ -114,13 +112,10 @@ class Member:
     most: int
     read: int = 0
     said: list[int] = field(default_factory=list)
-    told: Told | None = None
 
     def says(self, token: int) -> None:
         """It generated and reported a token."""
         self.said.append(token)
-        if self.told is not None:
-            self.told.tokens.append(token)
 
     @property
     def length(self) -> int:

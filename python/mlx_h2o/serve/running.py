@@ -24,7 +24,6 @@ from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
 from mlx_h2o.serve.batches import WEIGHED_EVERY, AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.generator import HERE, BoundedGenerator
-from mlx_h2o.serve.kept_rows import KeptRows, kept, told_of
 from mlx_h2o.serve.listening import (
     Certificate,
     Limits,
@@ -128,17 +127,15 @@ def _require_mlx_lm(version: str) -> None:
 @contextmanager
 def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[BoundedGenerator]:
     """The generator that answers, in a thread of its own; it ends with the block."""
-    sessions, rows, held, usual = None, None, ExitStack(), settings.defaults
+    sessions, held, usual = None, ExitStack(), settings.defaults
     provider.measures = usual.get("max_bytes") is not None and usual.get("profile") != "never"
     if settings.sessions is not None:
         limits = settings.sessions_memory, settings.sessions_days
         model = str(provider.cli_args.model)
         sessions = Sessions(settings.sessions, model, *limits)
         held.enter_context(sessions.held())
-        usual, spill = kept(usual)
-        rows = KeptRows(spill, model, *limits) if spill is not None else None
     most = provider.cli_args.prompt_cache_size if settings.bound is None else None
-    conversations = Conversations(most, sessions, rows)
+    conversations = Conversations(most, sessions)
     accountant = Accountant(settings.bound, settings.queue)
     metrics = Metrics()
     with held, _instead(mlx_lm.server, PIECES):
@@ -171,10 +168,7 @@ def _processors(args: Any) -> list[Any]:
 
 def _alone(*args: Any, **kwargs: Any) -> Iterator[Any]:
     """mlx-lm's `stream_generate`, whose caches are measured."""
-    told = told_of(kwargs["prompt_cache"])
     for count, response in enumerate(stream_generate(*args, **kwargs)):
-        if told is not None:
-            told.tokens.append(int(response.token))
         if count % WEIGHED_EVERY == 0:
             HERE.generator.stepped_alone(kwargs["prompt_cache"])
         if response.finish_reason is not None:

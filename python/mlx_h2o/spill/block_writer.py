@@ -1,10 +1,10 @@
 """The thread that writes blocks to a file of rows.
 
 A job is handed over once its arrays are evaluated (`row_file.RowFile`). The thread converts them to
-bytes, computes checksums and writes; those release Python's lock for most of their time. It ends
-when there was nothing to do for a second, and starts again with the next job, so that idle
-conversations have no thread. Rows that wait to be written hold memory, so there is room for few: a
-step that brings more waits until enough of them are written (`wait_before`).
+bytes and writes, which releases Python's lock for most of its time. It ends when there was nothing
+to do for a second, and starts again with the next job, so that idle conversations have no thread.
+Rows that wait to be written hold memory, so there is room for few: a step that brings more waits
+until enough of them are written (`wait_before`).
 """
 
 from __future__ import annotations
@@ -92,18 +92,6 @@ class BlockWriter:
         """Stop for good; what waits is forgotten."""
         with self._changed:
             self._stop(why)
-
-    @property
-    def is_this_thread(self) -> bool:
-        """Whether the caller is the writer itself: the collector of garbage runs anywhere."""
-        return threading.current_thread() is self._thread
-
-    def close(self) -> None:
-        """Forget what waits, and wait for the block that is being written."""
-        with self._changed:
-            self._stop(self.failure or "it is closed")
-            while self._busy:
-                self._changed.wait()
 
     def _stop(self, why: str) -> None:
         self.failure = self.failure or why

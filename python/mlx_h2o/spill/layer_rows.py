@@ -12,17 +12,17 @@ reads is taken out of the file: who takes such tokens back goes on without it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.spill.conversation_rows import ConversationRows
-from mlx_h2o.spill.layout import LayerForm
-from mlx_h2o.spill.parts import Array, bits_of
-from mlx_h2o.spill.setting import TOGETHER, WAITING, Spill
-from mlx_h2o.spill.state_keeping import Keeper, Transcript
+from mlx_h2o.spill.layout import Array, LayerForm
+from mlx_h2o.spill.parts import bits_of
+from mlx_h2o.spill.row_file import WAITING
+from mlx_h2o.spill.setting import TOGETHER, Spill
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Pack, Packing
 
@@ -77,8 +77,6 @@ class LayerRows:
     Attributes:
         first: Positions before it were given to the file.
         offset: The next position that may come.
-        keeper: A weak reference to the cache whose rows these are.
-        transcript: The owner of the conversation, who knows its tokens, if there is one.
     """
 
     def __init__(
@@ -94,8 +92,6 @@ class LayerRows:
         self.first = self.offset = 0
         self._held: list[Held] = []
         self._follows = True
-        self.keeper: Callable[[], Keeper | None] = lambda: None
-        self.transcript: Transcript | None = None
         conversation.reads(self)
 
     # -- what there is ----------------------------------------------------------------------------
@@ -111,12 +107,6 @@ class LayerRows:
         if self.conversation.failure:
             return self.conversation.failure
         return "" if self._follows else "a copy of this cache continued the file"
-
-    @property
-    def written(self) -> int:
-        """Positions that are safe in the file, of those that this cache has."""
-        file = self.conversation.file
-        return 0 if file is None else min(file.written, self.first)
 
     @property
     def available(self) -> int:
@@ -194,12 +184,9 @@ class LayerRows:
 
     def step_begins(self) -> None:
         """A step begins in this layer."""
-        if self.index or not self.follows:
-            return
-        if self.offset and self.conversation.file is None:
+        waits = self.offset > 0 and self.conversation.file is None
+        if self.index == 0 and waits and self.follows:
             self._stop("some layers got no rows in the first step")
-        else:
-            self.conversation.step_begins(self.offset)
 
     def _stop(self, why: str) -> None:
         self._held, self._follows = [], False
@@ -214,23 +201,15 @@ class LayerRows:
         if file.delivered(self.index) != self.first:
             self._held, self._follows = [], False
             return
-        file.append(self.index, self.first, self._packed(count))
+        taken, self._held = _split(self._held, count)
+        file.append(self.index, self.first, self._packed(taken))
         self.first += count
         if count > WAITING and file.complete == self.first:
             self.conversation.evaluate_held()
 
-    def _packed(self, count: int) -> Fields:
-        """The fields of the first `count` rows held, which are held no longer."""
-        taken, rest, left = [], [], count
-        for held in self._held:
-            here = min(held.length, left)
-            if here:
-                taken.append(held.part(0, here))
-            if here < held.length:
-                rest.append(held.part(here, held.length).alone())
-            left -= here
-        self._held = rest
-        stored = [self._stored(kind, fields) for kind, fields in _joined(taken)]
+    def _packed(self, held: list[Held]) -> Fields:
+        """The fields of rows as slots store them."""
+        stored = [self._stored(kind, fields) for kind, fields in _joined(held)]
         if len(stored) == 1:
             return stored[0]
         return {name: mx.concatenate([f[name] for f in stored], axis=2) for name in stored[0]}
@@ -270,9 +249,6 @@ class LayerRows:
 
     def trim(self, offset: int) -> None:
         """Forget the rows from a position on."""
-        beyond = any(other.offset > offset for other in self.conversation.others(self))
-        if offset < self.offset and self._follows and not beyond:
-            self.conversation.taken_back(offset)
         while self._held and self.offset > offset:
             last = self._held.pop()
             self.offset -= last.length
@@ -306,8 +282,8 @@ class LayerRows:
             `[M, width]` by field; bfloat16 as uint16.
 
         Raises:
+            OSError: The file cannot be read.
             ValueError: There is no such row.
-            DamagedFile: A block of the file is not as it was written.
         """
         positions = np.asarray(positions, np.int64).reshape(-1)
         if len(positions) and not 0 <= positions.min() <= positions.max() < self.available:
@@ -316,7 +292,7 @@ class LayerRows:
         late = positions >= self.first
         if file is not None and not late.any():
             return file.rows(self.index, head, positions)
-        held = LayerRows._packed(self._as_held(), self.offset - self.first)
+        held = self._packed(self._held)
         rows = {name: np.asarray(bits_of(array))[0, head] for name, array in held.items()}
         if file is None or late.all():
             return {name: array[positions - self.first] for name, array in rows.items()}
@@ -327,18 +303,6 @@ class LayerRows:
             found[name][~late] = array
             found[name][late] = rows[name][positions[late] - self.first]
         return found
-
-    def since(self, first: int) -> dict[str, Array]:
-        """The rows of all heads from a position on, as slots store them: `[1, H, M, width]`.
-
-        Called in the thread of the model; errors as of `rows`.
-        """
-        positions = np.arange(first, self.offset)
-        file = self.conversation.file
-        heads = file.forms[self.index].heads if file is not None else 0
-        of_heads = [self.rows(head, positions) for head in range(heads)]
-        names = self._names if of_heads else ()
-        return {name: np.stack([rows[name] for rows in of_heads])[None] for name in names}
 
     @property
     def digested(self) -> int:
@@ -353,41 +317,27 @@ class LayerRows:
         """
         self.conversation.digests.append(self.index, digests)
 
-    def digests(self, head: int, heads: int, width: int) -> Iterator[tuple[int, Array]]:
+    def digests(self, head: int, width: int) -> Iterator[tuple[int, Array]]:
         """The digests of one head's pages, in parts: the first page, and `[pages]`.
 
         Some may be beyond `available`.
 
         Args:
             head: The head's place among those that ask.
-            heads: How many ask.
             width: Width of a key, D.
         """
-        return self.conversation.digests.read(self.index, head, heads, width)
-
-    def prefetch(self, head: int, positions: Any) -> None:
-        """Ask the system to read rows ahead, without waiting; arguments as in `rows`."""
-        positions = np.asarray(positions, np.int64).reshape(-1)
-        file = self.conversation.file
-        positions = positions[(positions >= 0) & (positions < min(self.first, self.available))]
-        if file is not None and len(positions):
-            file.prefetch(self.index, head, positions)
-
-    def _as_held(self) -> LayerRows:
-        """This object for looking at the rows held, which stay."""
-        looking = object.__new__(LayerRows)
-        vars(looking).update(vars(self))
-        return looking
+        return self.conversation.digests.read(self.index, head, width)
 
     # -- copies -----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerRows:
         """A copy that shares the file up to here; the first that goes on continues it."""
-        new = self._as_held()
+        new = object.__new__(LayerRows)
+        vars(new).update(vars(self))
         memo[id(self)] = new
         shared = self.conversation
         new.conversation = memo.get(id(shared)) or copy.deepcopy(shared, memo)
-        new._held, new.keeper = list(self._held), lambda: None
+        new._held = list(self._held)
         new.conversation.reads(new)
         return new
 
@@ -407,6 +357,19 @@ def spilling(
     """
     conversation = ConversationRows(spill, len(forms))
     return [LayerRows(conversation, i, *form, pack) for i, form in enumerate(forms)]
+
+
+def _split(held: list[Held], count: int) -> tuple[list[Held], list[Held]]:
+    """The first `count` rows, and the others in arrays of their own."""
+    taken, rest = list[Held](), list[Held]()
+    for one in held:
+        here = min(one.length, count)
+        if here:
+            taken.append(one.part(0, here))
+        if here < one.length:
+            rest.append(one.part(here, one.length).alone())
+        count -= here
+    return taken, rest
 
 
 def _joined(held: list[Held]) -> list[tuple[str, Fields]]:

@@ -6,11 +6,8 @@ reading and unpacking them. Fewer numbers miss needles: neither the mean of a pa
 Quest's least and greatest of each channel (arXiv 2406.10774) often finds the page with a fact
 (docs/results/experiments.md).
 
-Digests never change once their page is complete. They lie in a file without a name, which no other
-process can open and which goes with this object, since they can be made from the rows again. The
-file has room for a layer's heads in tracts of `TRACT` pages, so that one head's digests lie
-together. Rows that are sealed on disk must not leave their keys there in the open: their digests
-stay in memory.
+Digests never change once their page is complete. They lie in a file without a name, as the rows do.
+It has room for a layer's heads in tracts of `TRACT` pages, so that one head's digests lie together.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_h2o.spill.parts import Array
+from mlx_h2o.spill.layout import Array
 
 #: Tokens of a page.
 PAGE = 16
@@ -56,20 +53,15 @@ class PageDigests:
     """The digests of all layers of a conversation.
 
     Args:
-        folder: Where the file without a name is to be, or None to keep digests in memory.
+        folder: Where the file without a name is to be.
     """
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path):
         self._folder = folder
         self._file: Any = None
-        self._tracts: dict[tuple[int, int], int | Array] = {}
+        self._tracts: dict[tuple[int, int], int] = {}  # layer, tract -> its first byte
         self._counts: dict[int, int] = {}
         self._end = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of digests in memory."""
-        return sum(part.nbytes for part in self._tracts.values() if not isinstance(part, int))
 
     def count(self, layer: int) -> int:
         """How many pages of a layer have digests."""
@@ -91,50 +83,35 @@ class PageDigests:
         while done < pages:
             tract, at = divmod(self.count(layer), TRACT)
             here = min(pages - done, TRACT - at)
-            new = digests[:, done : done + here]
-            place = self._tract(layer, tract, heads, digests.dtype)
-            if isinstance(place, int):
-                for head, of_head in enumerate(new):
-                    start = place + (head * TRACT + at) * size
-                    os.pwrite(self._file.fileno(), of_head.tobytes(), start)
-            else:
-                place[:, at : at + here] = new
+            first = self._tract(layer, tract, heads * TRACT * size)
+            for head in range(heads):
+                start = first + (head * TRACT + at) * size
+                os.pwrite(self._file.fileno(), digests[head, done : done + here].tobytes(), start)
             done += here
             self._counts[layer] = tract * TRACT + at + here
 
-    def read(self, layer: int, head: int, heads: int, width: int) -> Iterator[tuple[int, Array]]:
+    def read(self, layer: int, head: int, width: int) -> Iterator[tuple[int, Array]]:
         """All digests of one head, tract by tract: the first page, and `[pages]` digests.
 
         Args:
             layer: The layer.
             head: The head's place among those that ask.
-            heads: How many ask.
             width: Width of a key, D.
         """
         dtype = digest_type(width)
-        for tract in range(-(-self.count(layer) // TRACT)):
-            first = tract * TRACT
-            pages = min(self.count(layer) - first, TRACT)
-            place = self._tract(layer, tract, heads, dtype)
-            if isinstance(place, int):
-                size = dtype.itemsize
-                data = os.pread(self._file.fileno(), pages * size, place + head * TRACT * size)
-                yield first, np.frombuffer(data, dtype)
-            else:
-                yield first, place[head, :pages]
+        for first in range(0, self.count(layer), TRACT):
+            size = min(self.count(layer) - first, TRACT) * dtype.itemsize
+            start = self._tracts[layer, first // TRACT] + head * TRACT * dtype.itemsize
+            yield first, np.frombuffer(os.pread(self._file.fileno(), size, start), dtype)
 
     def truncate(self, layer: int, position: int) -> None:
         """Forget the digests of pages that reach beyond a position."""
         self._counts[layer] = min(self.count(layer), position // PAGE)
 
-    def _tract(self, layer: int, tract: int, heads: int, dtype: np.dtype[Any]) -> int | Array:
-        place = self._tracts.get((layer, tract))
-        if place is None:
-            if self._folder is None:
-                place = np.zeros((heads, TRACT), dtype)
-            else:
-                if self._file is None:
-                    self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-                place, self._end = self._end, self._end + heads * TRACT * dtype.itemsize
-            self._tracts[layer, tract] = place
-        return place
+    def _tract(self, layer: int, tract: int, size: int) -> int:
+        """The byte at which a tract begins; a new one is at the end of the file."""
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        if (layer, tract) not in self._tracts:
+            self._tracts[layer, tract], self._end = self._end, self._end + size
+        return self._tracts[layer, tract]

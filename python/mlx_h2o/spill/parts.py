@@ -17,9 +17,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.spill.layout import DTYPES, LayerForm
+from mlx_h2o.spill.layout import DTYPES, Array, LayerForm
 
-Array = np.ndarray[Any, Any]
 #: Tokens after which scheduled arrays count as evaluated: a generator that builds the next step
 #: while one runs has read the token before that.
 PASSED = 4
@@ -58,11 +57,6 @@ class Part:
         """One past the last position."""
         return self.first + self.count
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(int(array.nbytes) for array in self.fields.values())
-
     def rows(self, name: str) -> Array:
         """A field's rows, `[H, count, width]`; in the thread of the model, or when ready."""
         rows: Array = np.asarray(self.fields[name])[0]
@@ -84,35 +78,19 @@ class Part:
         return Part(first, end - first, fields, self.ready_from)
 
 
-def checked_part(form: LayerForm, first: int, fields: dict[str, Any]) -> Part:
+def part_of(form: LayerForm, first: int, fields: dict[str, Any]) -> Part:
     """New rows as a part.
 
     Args:
         form: The layer's form.
         first: Position of the first row.
         fields: `[1, H, L, width]` by name, all of the form's fields; others are left out.
-
-    Raises:
-        ValueError: A field is missing, or has another dtype or shape.
     """
-    count, given = None, {}
-    for field in form.fields:
-        if field.name not in fields:
-            raise ValueError(f"Rows for a file need the field {field.name!r}.")
-        rows = fields[field.name]
-        count = rows.shape[2] if count is None and len(rows.shape) == 4 else count
-        dtype = str(rows.dtype).rpartition(".")[2]
-        if dtype == "uint16" and field.dtype == "bfloat16" and isinstance(rows, np.ndarray):
-            dtype = "bfloat16"
-        if dtype != field.dtype or tuple(rows.shape) != (1, form.heads, count, field.width):
-            raise ValueError(
-                f"{field.name} must be {field.dtype} [1, {form.heads}, L, {field.width}]; got "
-                f"{dtype} {list(rows.shape)}."
-            )
-        given[field.name] = bits_of(rows) if isinstance(rows, mx.array) else rows
-    assert count is not None
-    is_numpy = all(isinstance(rows, np.ndarray) for rows in given.values())
-    return Part(first, count, given, 0 if is_numpy else None)
+    rows = {field.name: fields[field.name] for field in form.fields}
+    count = next(iter(rows.values())).shape[2]
+    if all(isinstance(array, np.ndarray) for array in rows.values()):
+        return Part(first, count, rows, 0)
+    return Part(first, count, {name: bits_of(array) for name, array in rows.items()})
 
 
 def schedule(parts: Iterable[Part], complete: int) -> None:

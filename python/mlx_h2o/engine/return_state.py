@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from mlx_h2o._utils import checks
-from mlx_h2o.engine.array_owner import Fields
-from mlx_h2o.spill.parts import Array
+from mlx_h2o.spill.layout import Array
 from mlx_h2o.spill.setting import Returns
 from mlx_h2o.storage.slot_store import Run
 
@@ -23,7 +19,7 @@ class Credit(NamedTuple):
     scores: Array
 
 
-class Returning:
+class ReturnState:
     """What one layer keeps so that rows can come back.
 
     Args:
@@ -97,51 +93,7 @@ class Returning:
         """Whether rows come back to a run of heads."""
         return any(map(self.asks, range(run.first, run.last)))
 
-    def state(self) -> tuple[Fields, dict[str, Any]]:
-        """Arrays by name, and the rest as JSON types, from which `of_state` goes on."""
-        arrays: Fields = {}
-        if self.queries:
-            arrays["queries"] = mx.concatenate(self.queries, axis=2)
-        for head, credit in self.credits.items():
-            arrays[f"positions.{head}"] = mx.array(credit.positions.astype(np.int32))
-            arrays[f"scores.{head}"] = mx.array(credit.scores)
-        heads = None if self.heads is None else sorted(self.heads)
-        return arrays, {"heads": heads, "returns": asdict(self.settings)}
-
-    @classmethod
-    def of_state(cls, arrays: Fields, config: dict[str, Any], group: int) -> Returning:
-        """What a layer kept when `state` was called.
-
-        Args:
-            arrays: The arrays by name.
-            config: The rest.
-            group: KV heads of the layer times the width of a key.
-
-        Raises:
-            ValueError: They do not fit together, or are not of this layer.
-        """
-        given = config["heads"]
-        back = cls(
-            Returns(**config["returns"]),
-            None if given is None else frozenset(checks.wholes("heads", given, 0)),
-        )
-        for name, array in arrays.items():
-            kind, _, head = name.partition(".")
-            if kind == "queries":
-                fits = array.ndim == 4 and array.shape[0] == 1 and group % array.shape[3] == 0
-                heads = group // array.shape[3] if fits else 0
-                asking = back.heads if back.heads is not None else range(heads)
-                if not fits or not asking or array.shape[1] % len(asking) or max(asking) >= heads:
-                    raise ValueError(f"Queries of another layer: {array.shape}.")
-                back.queries = [array]
-            elif kind == "positions":
-                credit = Credit(np.array(array), np.array(arrays[f"scores.{head}"]))
-                if credit.positions.shape != credit.scores.shape or credit.positions.ndim != 1:
-                    raise ValueError("Positions and scores of returned rows are not paired.")
-                back.credits[int(head)] = credit
-        return back
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Returning:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReturnState:
         """A copy; arrays are shared, as they never change."""
         new = copy.copy(self)
         memo[id(self)] = new
