@@ -28,14 +28,11 @@ NEAR_TIE = 1e-4
 
 #: Policies whose score is the summed attention mass, and those that gather no score.
 SUMMED = ("h2o", "distinct", "salient")
-KEYS_ONLY = ("keydiff", "streaming", "triattention")
-#: Those whose score is an average that forgets, and those among them that SnapKV's pool serves.
-SNAP = ("snapkv", "adakv", "chunkkv", "r-kv")
-FORGETFUL = ("ema", "ema-logits", *SNAP)
+KEYS_ONLY = ("keydiff", "streaming")
+#: Those whose score is an average that forgets.
+FORGETFUL = ("ema", "ema-logits", "snapkv")
 #: Those that rank by sums of z-scores, or by cosines.
-STANDARDISED = ("distinct", "salient", "keydiff", "triattention")
-#: Of the RoPE whose pairs are half of the width apart.
-ROPE_BASE = 10000.0
+STANDARDISED = ("distinct", "salient", "keydiff")
 
 
 @dataclass
@@ -62,12 +59,9 @@ class Head:
         kept: Positions still held, ascending.
         scores: The policy's score of each kept position.
         victims: Positions that the next rows will push out, in order.
-        asked: Per query head the mean of its queries before RoPE, a complex number a pair, and how
-            far they scatter.
     """
 
     budget: int
-    asked: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     keys: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -127,22 +121,13 @@ class Oracle:
         budgets: Slots of each KV head.
         remainder: Whether evicted tokens go on answering.
         batch: Sequences, which share nothing.
-        asked: Of each head's `asked`, for `triattention`.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        budgets: list[int],
-        remainder: bool,
-        batch: int = 1,
-        asked: list[list[tuple[np.ndarray, np.ndarray]]] | None = None,
-    ):
+    def __init__(self, policy: Policy, budgets: list[int], remainder: bool, batch: int = 1):
         self.policy = policy
         self.remainder = remainder
         self.offset = 0
-        given = asked or [[] for _ in budgets]
-        self.heads = [list(map(Head, budgets, given)) for _ in range(batch)]
+        self.heads = [list(map(Head, budgets)) for _ in range(batch)]
         #: How often a choice was only followed, being within NEAR_TIE of the oracle's own.
         self.near_ties = 0
 
@@ -264,7 +249,7 @@ class Oracle:
                 mass = sum(seen[i].mass(p) for i in looked)
                 head.scores[p] += mass * saw / saw_and_looked
             elif policy.name in FORGETFUL:
-                decay = 1 - 1 / policy.window if policy.name in SNAP else policy.decay
+                decay = 1 - 1 / policy.window if policy.name == "snapkv" else policy.decay
                 for i in looked:
                     logits = policy.name == "ema-logits"
                     evidence = seen[i].size_of_logit(p) if logits else seen[i].mass(p)
@@ -305,8 +290,6 @@ class Oracle:
             anchor = np.mean(list(directions.values()), axis=0)
             anchor /= np.linalg.norm(anchor)
             return {p: 1 - float(directions[p] @ anchor) for p in head.kept}
-        if policy.name == "triattention":
-            return self._foreseen(head, may_go)
         if policy.name == "distinct":
             evicted = head.evicted
             among = evicted if len(evicted) >= FEWEST_FOR_A_MEAN else head.kept
@@ -320,31 +303,7 @@ class Oracle:
             return {p: worth[p] - policy.age_weight * old[p] for p in head.kept}
         if policy.name == "salient":
             return self._salience(head, {p: head.scores[p] / self._age(p) for p in head.kept})
-        worth = self._weighed(head, dict(head.scores))
-        return self._joint(head, worth) if policy.name == "r-kv" else worth
-
-    def _foreseen(self, head: Head, may_go: list[int]) -> dict[int, float]:
-        """`triattention` as its paper writes it: a trigonometric series in the distance."""
-        best = dict.fromkeys(head.kept, -math.inf)
-        steps = [1]
-        while 2 * steps[-1] <= self.policy.horizon:
-            steps.append(2 * steps[-1])
-        for centre, spread in head.asked:
-            half = len(centre)
-            turn = ROPE_BASE ** (-np.arange(half) / half)
-            worth = {}
-            for p in head.kept:
-                bare = head.keys[p][:half] + 1j * head.keys[p][half:]
-                bare = bare * np.exp(-1j * turn * p)
-                sizes, phase = np.abs(centre) * np.abs(bare), np.angle(centre * bare.conj())
-                series = [
-                    float((sizes * np.cos(turn * (self.offset - 1 + n - p) + phase)).sum())
-                    for n in steps
-                ]
-                worth[p] = float(np.mean(series) + (spread * np.abs(bare)).sum())
-            heads_own = standardised(worth, may_go)
-            best = {p: max(best[p], heads_own[p]) for p in head.kept}
-        return best
+        return self._weighed(head, dict(head.scores))
 
     def _weighed(self, head: Head, worth: dict[int, float]) -> dict[int, float]:
         """With the options age_normalised and value_weighted."""
@@ -354,29 +313,6 @@ class Oracle:
         if policy.value_weighted:
             worth = {p: c * float(np.linalg.norm(head.values[p])) for p, c in worth.items()}
         return worth
-
-    def _joint(self, head: Head, importance: dict[int, float]) -> dict[int, float]:
-        """`r-kv`: importance against what other tokens say already."""
-        policy, kept = self.policy, head.kept
-        unit = {p: head.keys[p] / np.linalg.norm(head.keys[p]) for p in kept}
-        said = dict.fromkeys(kept, 0.0)
-        for p in kept:
-            similar = {
-                other: float(unit[p] @ unit[other])
-                for other in kept
-                if other != p and unit[p] @ unit[other] >= policy.least_similarity
-            }
-            for other, cosine in similar.items():
-                if other != max(similar):
-                    said[other] += cosine / len(kept)
-        shares = np.exp(np.array([said[p] for p in kept]))
-        shares /= shares.sum()
-        whole = sum(importance[p] for p in kept)
-        own = policy.importance_weight
-        return {
-            p: own * importance[p] / whole - (1 - own) * float(share)
-            for p, share in zip(kept, shares, strict=True)
-        }
 
     def _salience(self, head: Head, rates: dict[int, float]) -> dict[int, float]:
         """`salient`, for these masses per step."""
@@ -413,24 +349,18 @@ class Oracle:
             return self._priority(head)
         if policy.name == "salient":
             return self._salience(head, window_mass)
-        if policy.name == "chunkkv":
-            chunks: dict[int, list[float]] = {}
-            for p in head.kept:
-                chunks.setdefault(p // policy.chunk, []).append(window_mass[p])
-            means = {p: float(np.mean(chunks[p // policy.chunk])) for p in head.kept}
-            return self._weighed(head, means)
         half = policy.pool // 2
         worth = {}
         for i, p in enumerate(head.kept):
             neighbours = head.kept[max(0, i - half) : i + half + 1]
             # Zeros stand beyond both ends, so the mean is always over `pool`.
-            if policy.name in SNAP:
+            if policy.name == "snapkv":
                 worth[p] = max(window_mass[near] for near in neighbours)
             else:
                 worth[p] = sum(window_mass[near] for near in neighbours) / policy.pool
             if policy.value_weighted:
                 worth[p] *= float(np.linalg.norm(head.values[p]))
-        return self._joint(head, worth) if policy.name == "r-kv" else worth
+        return worth
 
     def _near(self, a: float, b: float) -> bool:
         scale = 1 if self.policy.name in STANDARDISED else max(abs(a), abs(b))
@@ -461,9 +391,6 @@ class Oracle:
         over = [h for h, head in enumerate(heads) if len(head.kept) > head.budget]
         if not over:
             return
-        if self.policy.name == "adakv":
-            self._share_out(heads, masses)
-            over = [h for h, head in enumerate(heads) if len(head.kept) > head.budget]
         full = [heads[h] for h in over]
         worths = self._ranked(full, lambda i, head: self._prompt_priority(head, masses[over[i]]))
         choices = []
@@ -476,23 +403,6 @@ class Oracle:
             head.victims = []
             for position in dropped:
                 head.drop(position)
-
-    def _share_out(self, heads: list[Head], masses: list[dict[int, float] | None]) -> None:
-        """Ada-KV: slots go to the heads whose tokens are among the best of the layer."""
-        whole = sum(head.budget for head in heads)
-        even = self.policy.least_share * whole / len(heads)
-        least = max(int(even), self.policy.least_budget())
-        ranked = []
-        for h, head in enumerate(heads):
-            worth = self._prompt_priority(head, masses[h])
-            ranked += [(worth[p], h) for p in self._evictable(head)]
-        free = whole - len(heads) * least
-        best = sorted(ranked, reverse=True)[:free]
-        # Where fewer may go than there are slots to give, any head may have the rest.
-        assert len(best) == free, "the example gives more slots than tokens compete for"
-        for h, head in enumerate(heads):
-            head.budget = least + sum(1 for _, owner in best if owner == h)
-            head.victims = []
 
     def _choose(self, heads: list[Head], theirs: list[list[int]]) -> None:
         """Every full head without victims chooses its next `evict_every`."""

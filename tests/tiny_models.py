@@ -13,8 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from mlx_h2o import H2OKVCache, Policy, QueryCentres, make_policy
-from mlx_h2o.storage.rope import Rope
+from mlx_h2o import H2OKVCache
 
 VOCABULARY = 128
 
@@ -256,18 +255,6 @@ class TinyLayer:
         rows = tuple(x.astype(self.dtype) for x in drawn)
         mx.eval(rows)
         return rows
-
-    def given(self, policy: str | Policy, scale: float = 1.0) -> dict[str, Any]:
-        """What a cache must be given with a policy: centres of these queries, if it uses any.
-
-        Args:
-            policy: A policy or its name.
-            scale: Of the RoPE that is held to be in them; 0: there is none.
-        """
-        if not make_policy(policy).uses_query_centres:
-            return {}
-        rope = Rope(self.key_width, 10000.0, scale)
-        return {"centres": QueryCentres.of(self.tokens[0], self.heads, rope)}
 
     def at(self, first: int, count: int = 1) -> tuple[mx.array, mx.array, mx.array]:
         """Queries, keys and values of `count` positions."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from benchmarks.board import policies  # noqa: F401  # registers them
 from benchmarks.board.reading import Reading, having_read, reading_of
 from benchmarks.board.rivals import OURS, Read, Rival
 from benchmarks.board.tasks import Task
@@ -26,7 +27,8 @@ from mlx_h2o.spill.setting import Spill
 RETURNING = f"{OURS}, rows come back"
 ARXIV = "https://arxiv.org/abs/"
 MLX_LM = "https://github.com/ml-explore/mlx-lm"
-#: Policies as `contenders.arm_of` reads them: source, and why these settings.
+#: Policies, the package's and those of `board/policies`, as `contenders.arm_of` reads them: source,
+#: and why these settings.
 POLICIES = {
     "streaming": (ARXIV + "2309.17453", "4 sinks, as in the paper"),
     "h2o-paper": (ARXIV + "2306.14048", "half heavy hitters, half recent, no sinks: section 5"),
@@ -34,10 +36,6 @@ POLICIES = {
     "snapkv:pool=5": (
         "https://github.com/FasterDecoding/SnapKV",
         "pool of 5 as in the code, which averages where ours takes the greatest",
-    ),
-    "adakv:pool=5:least_share=0.5": (
-        "https://github.com/FFY0/AdaKV",
-        "floor of 0.5 as in the code, on top of snapkv",
     ),
     "chunkkv:pool=5": (ARXIV + "2502.00299", "chunks of 10, as in the paper"),
     "keydiff": (ARXIV + "2504.15364", "no settings"),
@@ -69,7 +67,7 @@ def rivals() -> list[Rival]:
             for name in PACKED
         ),
     ]
-    policies = [
+    published = [
         Rival(f"{spec.split(':')[0]} (ours)", source, why, _through(_published(spec)))
         for spec, (source, why) in POLICIES.items()
     ]
@@ -89,7 +87,7 @@ def rivals() -> list[Rival]:
             _returning,
         ),
         *mlx_lm,
-        *policies,
+        *published,
         Rival(
             "kvzip (ours)",
             "https://github.com/snu-mllab/KVzip",

@@ -122,8 +122,6 @@ std::optional<Frame> frame_of(const Fields& arrays, int heads) {
 
 // What only Python has.
 void check_kind(const Json::Object& saved) {
-  const auto is_none = [&](const char* name) { return member(saved, name, true).is_null(); };
-  check(is_none("centres"), "Centres of queries are not served here.");
   const Json &own = member(saved, "own", true), &sharers = member(saved, "sharers", true);
   const Json& ranks = member(saved, "ranks", true);
   check(

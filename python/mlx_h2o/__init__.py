@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mlx_h2o.caches.plain_rows import PlainRowsKVCache
     from mlx_h2o.caches.shared import SharedKVCache
     from mlx_h2o.calibration.calibrate import calibrate
-    from mlx_h2o.calibration.centres_build import learn_query_centres
     from mlx_h2o.calibration.exact_kl import calibrate_exactly
     from mlx_h2o.calibration.scaling_build import frames_of
     from mlx_h2o.chat.pin_rules import PinRules, spans_for
@@ -35,19 +34,16 @@ if TYPE_CHECKING:
     from mlx_h2o.policies import (
         EMA,
         H2O,
-        RKV,
         TOVA,
-        AdaKV,
-        ChunkKV,
         Distinct,
         EMALogits,
         KeyDiff,
         Observation,
         Policy,
+        Salient,
         Slots,
         SnapKV,
         Streaming,
-        TriAttention,
         make_policy,
         policy_names,
         register_policy,
@@ -56,7 +52,6 @@ if TYPE_CHECKING:
     from mlx_h2o.policies.selection import accumulate, select_victims
     from mlx_h2o.spill.setting import Returns, Spill
     from mlx_h2o.storage.key_scaling import Frame
-    from mlx_h2o.storage.query_centres import QueryCentres
     from mlx_h2o.storage.remainder import Remainder
 
 __version__ = "0.1.0"
@@ -76,7 +71,6 @@ _NAMES_OF_MODULES = {
     "caches.plain_rows": "PlainRowsKVCache",
     "caches.shared": "SharedKVCache",
     "calibration.calibrate": "calibrate",
-    "calibration.centres_build": "learn_query_centres",
     "calibration.exact_kl": "calibrate_exactly",
     "calibration.scaling_build": "frames_of",
     "chat.pin_rules": "PinRules spans_for",
@@ -87,12 +81,11 @@ _NAMES_OF_MODULES = {
     "model_caches.make": "make_prompt_cache",
     "model_caches.memory_plan": "MemoryPlan plan",
     "model_caches.resize": "resize",
-    "policies": "EMA H2O RKV TOVA AdaKV ChunkKV Distinct EMALogits KeyDiff Observation Policy "
-    "Slots SnapKV Streaming TriAttention make_policy policy_names register_policy register_preset",
+    "policies": "EMA H2O TOVA Distinct EMALogits KeyDiff Observation Policy Salient Slots SnapKV "
+    "Streaming make_policy policy_names register_policy register_preset",
     "policies.selection": "accumulate select_victims",
     "spill.setting": "Returns Spill",
     "storage.key_scaling": "Frame",
-    "storage.query_centres": "QueryCentres",
     "storage.remainder": "Remainder",
 }
 _MODULE_OF = {
@@ -122,12 +115,9 @@ def __dir__() -> list[str]:
 __all__ = [
     "EMA",
     "H2O",
-    "RKV",
     "TOVA",
-    "AdaKV",
     "BatchH2OKVCache",
     "CacheOptions",
-    "ChunkKV",
     "Distinct",
     "EMALogits",
     "Frame",
@@ -141,15 +131,14 @@ __all__ = [
     "PlainRowsKVCache",
     "Policy",
     "Profile",
-    "QueryCentres",
     "Remainder",
     "Returns",
+    "Salient",
     "SharedKVCache",
     "Slots",
     "SnapKV",
     "Spill",
     "Streaming",
-    "TriAttention",
     "accumulate",
     "attention_mass",
     "blas",
@@ -159,7 +148,6 @@ __all__ = [
     "describe",
     "frames_of",
     "install",
-    "learn_query_centres",
     "load",
     "load_prompt_cache",
     "make_policy",

@@ -198,7 +198,7 @@ def saved(**settings):
     return cache.state
 
 
-SAVED = [saved(), saved(policy="chunkkv", undo=2)]
+SAVED = [saved(), saved(policy="snapkv", undo=2)]
 
 
 def places(config, before=()):

@@ -40,7 +40,7 @@ class Talk:
     @classmethod
     def of(cls, seed: int, **settings: Any) -> Talk:
         layer = TinyLayer(key_width=WIDTH, value_width=WIDTH, seed=seed, length=400)
-        return cls(layer, H2OKVCache(**settings, **layer.given(settings.get("policy", "h2o"))))
+        return cls(layer, H2OKVCache(**settings))
 
 
 def padded(parts: Sequence[mx.array], before: Sequence[int], length: int) -> mx.array:
@@ -97,8 +97,6 @@ def require_alike(cache: H2OKVCache, alone: H2OKVCache) -> None:
 @pytest.mark.parametrize("remainder", [True, False])
 def test_who_is_beside_a_sequence_changes_nothing(policy, store, remainder):
     """Steps, ragged chunks, joining, leaving and changing places, budgets differing."""
-    if make_policy(policy).shares_slots and store == "mixed":
-        store = "packed"
     rng = random.Random(f"{policy} {store} {remainder}")
 
     def new(seed: int) -> Talk:

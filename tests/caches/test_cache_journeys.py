@@ -69,19 +69,11 @@ class Journey(RuleBasedStateMachine):
         attending = store != "plain rows"
         if not attending and policy.needs_attention:
             policy, store = make_policy("keydiff", sink=2, evict_every=evict_every), "plain rows"
-        if policy.shares_slots and "recent_bits" in STORES[store]:  # refused
-            store = "packed"
         self.alike = not attending or policy.unit == "layer"
         budgets = [19, 32] if ragged and not self.alike else [19, 19]
         cls = H2OKVCache if attending else PlainRowsKVCache
         self.stayed, self.travelled = (
-            cls(
-                budgets=budgets,
-                policy=policy,
-                remainder=remainder,
-                **LAYER.given(policy),
-                **STORES[store],
-            )
+            cls(budgets=budgets, policy=policy, remainder=remainder, **STORES[store])
             for _ in range(2)
         )
         self.feed(prompt, prompt)

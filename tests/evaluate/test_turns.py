@@ -32,7 +32,7 @@ CASES = covering(
         "evict_every": [1, 3],
         "aged": [True, False],
     },
-    lambda case: case["policy"] != "adakv" or (case["unit"] == "head" and case["store"] == "dense"),
+    lambda case: True,
 )
 
 
@@ -45,8 +45,7 @@ def cache_of(case) -> H2OKVCache:
     policy = make_policy(case["policy"], **options)
     if case["aged"] and policy.ranks_scores and policy.needs_attention:
         policy = make_policy(policy, age_normalised=True)
-    given = TinyLayer(key_width=64, value_width=32).given(policy)
-    return H2OKVCache(budgets=[40, 40], policy=policy, **given, **STORES[case["store"]])
+    return H2OKVCache(budgets=[40, 40], policy=policy, **STORES[case["store"]])
 
 
 def scores_by_position(cache) -> dict[int, float]:

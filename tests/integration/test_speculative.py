@@ -14,7 +14,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 import mlx_h2o
 from covering import covering
-from mlx_h2o import load, make_policy, make_prompt_cache
+from mlx_h2o import load, make_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.policies import policy_names
 from tiny_models import prompt_tokens, tiny_model
@@ -81,9 +81,6 @@ def test_speculative_decoding_gives_the_tokens_of_plain_decoding(case):
     """With a draft model that is half right, whose own cache is bounded too."""
     model = tiny_model(case["family"])
     draft = spoiled(tiny_model(case["family"]))
-    if make_policy(case["policy"]).uses_query_centres:
-        for one in (model, draft):
-            mlx_h2o.learn_query_centres(one, prompt_tokens(100))
     settings = {
         "policy": case["policy"],
         "remainder": case["remainder"],

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mlx_h2o
 from mlx_h2o import H2OKVCache, Slots, make_policy, policy_names
@@ -196,85 +194,6 @@ def test_snapkvs_window_goes_on_while_decoding():
     assert order(policy, slots(scores))[0] == 0
 
 
-def test_chunkkv_keeps_chunks_as_wholes():
-    """A chunk is worth its tokens' mean, whatever they are worth alone and however few are left."""
-    policy = make_policy("chunkkv", chunk=3)
-    mass = mx.array([[[0.0, 0.9, 0.0, 0.4, 0.4, 0.4, 0.5]]])
-    of = slots([0.0] * 7, positions=[0, 1, 2, 3, 4, 5, 8], offset=9)
-    worth = policy.prompt_priority(of, mass)[0, 0].tolist()
-    assert worth == pytest.approx([0.3, 0.3, 0.3, 0.4, 0.4, 0.4, 0.5])
-    with pytest.raises(ValueError, match="chunk must be at least 1"):
-        make_policy("chunkkv", chunk=0)
-
-
-def test_rkv_drops_what_was_said_again():
-    """Of three equal keys the newest stays; importance decides among what is said once."""
-    keys = [[1, 0], [1, 0.01], [0, 1], [1, -0.01], [-1, 0]]
-    policy = make_policy("r-kv", evict_every=1)
-    goes = order(policy, slots([0.2] * 5, keys))
-    assert set(goes[:2]) == {0, 1}
-    assert order(policy, slots([0.2, 0.2, 0.01, 0.2, 0.3], keys))[2] == 2
-    alone = make_policy("r-kv", importance_weight=1.0)
-    assert order(alone, slots([0.5, 0.1, 0.4, 0.2, 0.3], keys)) == [1, 3, 4, 2, 0]
-    with pytest.raises(ValueError, match="importance_weight must be from 0 to 1"):
-        make_policy("r-kv", importance_weight=2)
-
-
-@given(
-    st.lists(st.lists(st.floats(0, 1), min_size=12, max_size=12), min_size=2, max_size=5),
-    st.integers(8, 30),
-    st.sampled_from([0.0, 0.2, 1.0]),
-)
-def test_adakv_gives_no_slot_away_and_starves_none(worths, mean, least_share):
-    policy = make_policy("adakv", sink=1, recent=2, least_share=least_share)
-    budgets = [mean] * len(worths)
-    shared = policy.shared_out([mx.array([worth]) for worth in worths], budgets)
-    assert sum(shared) == sum(budgets)
-    assert min(shared) >= min(mean, max(int(least_share * mean), policy.least_budget()))
-
-
-def test_adakv_gives_slots_to_the_head_whose_tokens_are_worth_more():
-    policy = make_policy("adakv", sink=1, recent=1, least_share=0.2)
-    rich, poor = mx.array([[0.9, 0.8] * 10]), mx.array([[0.1, 0.2] * 10])
-    assert policy.shared_out([rich, poor], [10, 10]) == [17, 3]
-    # Of two sequences with opposite needs both heads get the same.
-    both = policy.shared_out([mx.concatenate([rich, poor]), mx.concatenate([poor, rich])], [10, 10])
-    assert both == [10, 10]
-
-
-def test_adakvs_storage_is_real():
-    """A layer holds as many rows as with even shares, and its heads differ."""
-    cache = H2OKVCache(24, policy=make_policy("adakv", window=8), remainder=False)
-    layer = TinyLayer()
-    layer.feed(cache, 80, chunk=80)
-    held = [len(head) for head in kept_positions(cache)]
-    assert sum(held) == 48
-    assert held == cache.budgets
-    even = H2OKVCache(24, policy=make_policy("snapkv", window=8), remainder=False)
-    TinyLayer().feed(even, 80, chunk=80)
-    assert cache.nbytes == even.nbytes
-    layer.feed(cache, 20)
-    assert sum(cache.budgets) == 48
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"least_share": -0.1}, "least_share must be from 0 to 1"),
-        ({"least_share": 1.5}, "least_share must be from 0 to 1"),
-        ({"unit": "layer"}, "omit it here"),
-    ],
-)
-def test_adakv_refuses_what_it_cannot_share(settings, text):
-    with pytest.raises(ValueError, match=text):
-        make_policy("adakv", **settings)
-
-
-def test_adakv_and_a_width_of_the_newest_tokens_exclude_each_other():
-    with pytest.raises(ValueError, match="omit recent_bits"):
-        H2OKVCache(24, policy="adakv", bits=4, recent_bits=8)
-
-
 def test_ema_takes_one_step_per_query_of_a_call():
     policy = make_policy("ema")
     apart = accumulated(policy, observation(EARLY), observation(LATE))
@@ -411,7 +330,7 @@ def test_only_policies_can_be_registered():
 def test_which_policies_run_without_seeing_attention():
     """What a model that attends by itself may be given."""
     blind = {name for name in policy_names() if not make_policy(name).needs_attention}
-    assert blind == {"keydiff", "streaming", "triattention"}
+    assert blind == {"keydiff", "streaming"}
     assert not make_policy("distinct", mass_weight=0.0).needs_attention
 
 

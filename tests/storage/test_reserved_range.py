@@ -82,7 +82,7 @@ def a_life(rows):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"policy": "h2o"}, {"policy": "streaming"}, {"policy": "adakv"}, {"bits": 8}],
+    [{}, {"policy": "h2o"}, {"policy": "streaming"}, {"bits": 8}],
     ids=str,
 )
 def test_outputs_are_those_of_slots_that_grow_by_copies(rows, settings, monkeypatch):

@@ -46,8 +46,6 @@ FACTORS = {
 
 
 def allowed(case) -> bool:
-    if case["policy"] == "adakv" and (case["unit"] == "layer" or "mixed" in case["store"]):
-        return False  # refused: it changes the heads' slots
     return case["budgets"] == "uniform" or case["unit"] == "head"
 
 
@@ -74,7 +72,6 @@ def cache_of(case, undo=UNDO, **settings) -> H2OKVCache:
         policy=policy,
         remainder=case["remainder"],
         undo=undo,
-        **layers_of(case)[0].given(policy),
         **STORES[case["store"]],
         **settings,
     )

@@ -37,7 +37,6 @@ class RowWidths:
         packing: How rows are stored.
         undo: Steps that can be taken back.
         framed: Whether keys have key scaling (`Frame`).
-        centre_bytes: Bytes of one KV head's query centres, or 0.
         spill_bytes: Bytes that one KV head keeps for a file of its rows (`Spill.head_bytes`), or 0.
         waiting: Rows, as they are stored, of one KV head that wait for the file.
         returning: Rows of one KV head that come back from the file at once, at most.
@@ -52,7 +51,6 @@ class RowWidths:
     packing: Packing = field(default_factory=Packing)
     undo: int = 0
     framed: bool = False
-    centre_bytes: int = 0
     spill_bytes: int = 0
     waiting: int = 0
     returning: int = 0
@@ -77,9 +75,9 @@ class RowWidths:
         return replace(self, packing=recent).row_bytes if recent else self.row_bytes
 
     def remainder_slots(self, remembers: bool) -> int:
-        """Slots whose memory one head's remainder and centres take (rounded up)."""
+        """Slots whose memory one head's remainder takes (rounded up)."""
         remainder = Remainder.bytes_per_head(self.key, self.value) * remembers
-        return -(-(remainder + self.centre_bytes) // self.row_bytes)
+        return -(-remainder // self.row_bytes)
 
     def slot_bytes(self, policy: Policy) -> int:
         """Bytes of a slot with all that is kept beside it: position, value length, scores now and
@@ -98,8 +96,7 @@ class RowWidths:
         rows = self.row_bytes + length, recent + length * bool(recent)
         step = step_bytes(*rows, remainder, policy.evict_every)
         frame = 2 * 4 * self.key * self.framed
-        constants = frame + self.centre_bytes
-        beside = constants + self.spill_bytes + self.waiting * self.row_bytes
+        beside = frame + self.spill_bytes + self.waiting * self.row_bytes
         return remainder + beside + 4 * policy.evict_every + self.undo * step
 
 
@@ -128,8 +125,8 @@ class LayerShare:
     slots: tuple[int, ...] = ()
 
     def config(self) -> dict[str, Any]:
-        """The share as JSON types; packing, undo, key scaling and centres are cache settings."""
-        own = {"packing", "undo", "framed", "centre_bytes", "position"}
+        """The share as JSON types; packing, undo and key scaling are cache settings."""
+        own = {"packing", "undo", "framed", "position"}
         of_file = {"spill_bytes", "waiting", "returning"}
         widths = {n: value for n, value in vars(self.widths).items() if n not in own | of_file}
         given = {"slots": self.slots} if self.slots else {}
@@ -138,7 +135,7 @@ class LayerShare:
 
     @classmethod
     def of_config(
-        cls, config: dict[str, Any], packing: Packing, undo: int, framed: bool, centre_bytes: int
+        cls, config: dict[str, Any], packing: Packing, undo: int, framed: bool
     ) -> LayerShare:
         """The share of a `config`, for a cache with these settings.
 
@@ -147,7 +144,6 @@ class LayerShare:
             packing: How rows are stored.
             undo: Steps that can be taken back.
             framed: Whether keys have key scaling.
-            centre_bytes: Bytes of query centres.
 
         Raises:
             ValueError: It is not the result of `config`.
@@ -164,7 +160,7 @@ class LayerShare:
         slots = checks.wholes("slots", config["slots"], 1) if config.get("slots") else ()
         if len(slots) not in (0, heads):
             raise ValueError(f"There are slots of {len(slots)} heads for {heads} KV heads.")
-        own = {"packing": packing, "undo": undo, "framed": framed, "centre_bytes": centre_bytes}
+        own = {"packing": packing, "undo": undo, "framed": framed}
         widths = RowWidths(**sizes, **own)  # type: ignore[arg-type]  # each is what it is named
         return cls(heads, widths, grid, losses, tuple(slots))
 

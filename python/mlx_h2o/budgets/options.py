@@ -54,16 +54,6 @@ class PolicyOptions(TypedDict, total=False):
     """Weight of the length of a token's value."""
     age_weight: float
     """Weight of a token's age."""
-    importance_weight: float
-    """Weight of importance, from 0 to 1; the rest is the weight of redundancy."""
-    least_similarity: float
-    """Cosine from which two keys count as similar."""
-    least_share: float
-    """The part of an even share of slots that each head keeps at least."""
-    chunk: int
-    """Tokens that are kept or evicted together."""
-    horizon: int
-    """How many positions ahead keys are scored."""
 
 
 class CacheOptions(PolicyOptions, total=False):

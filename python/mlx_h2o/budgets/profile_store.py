@@ -2,7 +2,7 @@
 
 A profile lies beside the weights, in the user's folder, or is shipped with the package.
 
-Other data about one model (key scaling, query centres) are kept in the user's folder in the same
+Other data about one model (key scaling) are kept in the user's folder in the same
 way.
 """
 

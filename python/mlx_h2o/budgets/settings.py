@@ -24,7 +24,6 @@ from mlx_h2o.storage.journal import MOST_STEPS
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
 from mlx_h2o.storage.pins import Span, checked_spans
-from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
 from mlx_h2o.storage.rope import Rope
 
@@ -60,7 +59,6 @@ class CacheSettings:
             small for them, and for what its policy protects beside them, gets slots of the layer's
             larger heads, so that a profile's smallest heads hold every pin and bytes stay as they
             were.
-        centres: The layer's query centres if the policy uses them, else None.
 
     Raises:
         ValueError: A setting is invalid, or two exclude each other; the message names it.
@@ -80,7 +78,6 @@ class CacheSettings:
     rope: Rope | None = None
     ranks: int = 1
     pins: tuple[Span, ...] = ()
-    centres: QueryCentres | None = None
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
@@ -98,11 +95,6 @@ class CacheSettings:
             )
         if self.packing.packs and not self.attending:
             raise ValueError("A model that attends by itself cannot read packed keys and values.")
-        if self.packing.recent is not None and self.policy.shares_slots:
-            raise ValueError(
-                f"Policy {self.policy.name!r} changes the heads' slots, which the newest tokens' "
-                "own width (recent_bits) does not follow: omit recent_bits."
-            )
         self._set("undo", checked_undo(self.undo))
         if self.undo and not self.attending:
             raise ValueError("A model that attends by itself cannot take tokens back one by one.")
@@ -123,7 +115,6 @@ class CacheSettings:
             self._check_frame(self.frame)
         if self.rope is not None:
             check_rolling(self.attending, self.remainder, self.packing)
-        self._check_centres(self.centres)
         self._set("ranks", checked_ranks(self.ranks))
         self._set("filling", checked_filling(self.filling))
         for stage in self.filling:
@@ -157,31 +148,9 @@ class CacheSettings:
         if self.packing.k_bits is None:
             raise ValueError("frame is for packed keys: it needs bits or k_bits.")
 
-    def _check_centres(self, centres: Any) -> None:
-        if centres is not None and not isinstance(centres, QueryCentres):
-            raise ValueError(f"centres must be QueryCentres or None; got {type(centres).__name__}.")
-        name = self.policy.name
-        if self.policy.uses_query_centres and centres is None:
-            raise ValueError(
-                f"Policy {name!r} needs the model's query centres: make caches with "
-                "mlx_h2o.make_prompt_cache, which measures them, or give centres."
-            )
-        if centres is not None and not self.policy.uses_query_centres:
-            raise ValueError(f"Policy {name!r} does not use centres of queries: omit them.")
-        if centres is not None and self.rope is not None:
-            raise ValueError(
-                f"Policy {name!r} scores distances in the text, which rolling positions change: "
-                "omit positions."
-            )
-
     def check_rows(self, heads: int, width: int) -> None:
         """Raise ValueError unless keys of so many KV heads and this width fit the settings."""
         self.saturations(heads)
-        if self.centres is not None and self.centres.keys != (heads, width):
-            raise ValueError(
-                f"centres are for (KV heads, key width) {self.centres.keys}; this layer has "
-                f"{(heads, width)}."
-            )
         if self.rope is not None and self.rope.dims > width:
             raise ValueError(
                 f"The rope turns {self.rope.dims} channels, and this layer's keys have {width}."
@@ -213,7 +182,6 @@ class CacheSettings:
             "saturation": self._saturation_config(),
             "filling": [list(stage) for stage in self.filling],
             **({"rope": self.rope.config()} if self.rope else {}),
-            **({"centres": self.centres.config()} if self.centres else {}),
             **({"ranks": self.ranks} if self.ranks > 1 else {}),
             "pins": [list(span) for span in self.pins],
             "max_size": self.max_size,

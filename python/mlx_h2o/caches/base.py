@@ -32,7 +32,6 @@ from mlx_h2o.spill.setting import Spill, spill_setting
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Packing
 from mlx_h2o.storage.pins import Span, checked_spans, joined, without
-from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.remainder import SATURATION, Remainder
 from mlx_h2o.storage.slot_store import Run, SlotStore
 from mlx_h2o.storage.softmax import Mask
@@ -77,7 +76,6 @@ class BoundedKVCache:
         saturation: t of the remainder's second-order term (`storage/remainder.py`), for all KV
             heads or for each; 0 is first order.
         frame: The key scaling (`Frame`, `storage/key_scaling.py`) of packed keys, or None.
-        centres: The layer's query centres, for policies that use them (`storage/query_centres.py`).
         spill: A folder for a file of all rows (`spill/`), "auto", a `Spill`, or None.
 
     Raises:
@@ -112,7 +110,6 @@ class BoundedKVCache:
         undo: int = 0,
         saturation: float | Sequence[float] = SATURATION,
         frame: Frame | None = None,
-        centres: QueryCentres | None = None,
         spill: str | Path | Spill | None = None,
     ):
         # Budgets are checked now unless they depend on the model's widths.
@@ -127,7 +124,6 @@ class BoundedKVCache:
             undo,
             saturation,  # type: ignore[arg-type]  # converted there
             frame,
-            centres=centres,
         )
         where = spill_setting(spill)
         self._begin(settings)
@@ -196,11 +192,6 @@ class BoundedKVCache:
     def frame(self) -> Frame | None:
         """The key scaling (`Frame`) of packed keys, or None."""
         return self._unopened.frame
-
-    @property
-    def centres(self) -> QueryCentres | None:
-        """The layer's query centres, if the policy uses them."""
-        return self._unopened.centres
 
     @property
     def budgets(self) -> list[int] | None:
@@ -321,9 +312,9 @@ class BoundedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held: rows, remainder, key scaling, centres, journal."""
-        constants = sum(part.nbytes for part in (self.frame, self.centres) if part is not None)
-        return constants + (self._layer.nbytes if self._layer else 0)
+        """Bytes of everything held: rows, remainder, key scaling, journal."""
+        frame = self.frame.nbytes if self.frame is not None else 0
+        return frame + (self._layer.nbytes if self._layer else 0)
 
     @property
     def evicted(self) -> int:
@@ -459,8 +450,8 @@ class BoundedKVCache:
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name; RuntimeError within a step."""
         self.require_at_rest()
-        constants = saved_state.constant_arrays(self.frame, self.centres)
-        return constants | (self._layer.arrays() if self._layer else {})
+        frame = saved_state.frame_arrays(self.frame)
+        return frame | (self._layer.arrays() if self._layer else {})
 
     def config(self) -> dict[str, Any]:
         """The rest of the state as JSON types; RuntimeError within a step."""
@@ -499,8 +490,7 @@ class BoundedKVCache:
         if not cls.is_described_by(config):
             raise ValueError(f"This is the state of another kind of cache than {cls.__name__}.")
         frame, arrays = saved_state.frame_apart(arrays)
-        centres, arrays = saved_state.centres_apart(arrays, config)
-        settings, share = saved_state.settings_of(config, frame, centres)
+        settings, share = saved_state.settings_of(config, frame)
         cache = cls.of(settings, share)
         cache.sharers = saved_state.sharers_of(config)
         if config["runs"]:
@@ -631,9 +621,8 @@ class BoundedKVCache:
 
         A union over several caches counts shared arrays once.
         """
-        held = [part for part in (self.frame, self.centres) if part is not None]
-        constants = {id(part): part.nbytes for part in held}
-        return constants | (_pieces(self.layer) if self.layer else {})
+        frame = {id(self.frame): self.frame.nbytes} if self.frame is not None else {}
+        return frame | (_pieces(self.layer) if self.layer else {})
 
 
 def _arrays(layer: Layer) -> list[mx.array]:

@@ -202,7 +202,7 @@ def calibrate(
     Raises:
         ValueError: The text is too short, or the model's heads cannot be measured.
     """
-    policy = _measurable(make_policy(policy))
+    policy = make_policy(policy)
     kinds = profiled_kinds(model)
     require_weighable(model)
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
@@ -293,16 +293,6 @@ def _telling(
 def _method(felt: np.ndarray | None) -> str:
     """The name of the method, with or without sensitivities."""
     return METHOD if felt is None else METHOD_IN_NATS
-
-
-def _measurable(policy: Policy) -> Policy:
-    """The policy; ValueError where its settings depend on the layer."""
-    if policy.uses_query_centres:
-        raise ValueError(
-            f"A profile cannot be measured with policy {policy.name!r}; it shares slots out by one "
-            "that was measured with another: omit policy."
-        )
-    return policy
 
 
 def _measured(

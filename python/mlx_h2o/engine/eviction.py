@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_h2o.budgets.allocation import room_for_pins
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.budgets.tensor_parallel import mean_of_ranks
 from mlx_h2o.engine.array_owner import Fields
@@ -36,8 +35,6 @@ def settle(
             _worth(layer, run, fields, mass)
             for (run, fields), mass in zip(held, masses, strict=True)
         ]
-        if layer.policy.shares_slots and window_masses is not None:
-            attended, worths = _shared_out(layer, attended, worths)
         parts = zip(layer.runs, attended, worths, strict=True)
         layer.keep([_reduced(layer, run, fields, worth) for run, fields, worth in parts])
     elif layer.policy.needs_attention:
@@ -140,7 +137,7 @@ def hold_best(
 def _worth(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | None) -> mx.array:
     """The worth of a run's rows, `[B, heads, N]`."""
     N = fields["positions"].shape[2]
-    if run.budget >= N and not layer.policy.shares_slots:  # all rows fit, so no worth is needed
+    if run.budget >= N:  # all rows fit, so no worth is needed
         return mx.zeros(fields["positions"].shape)
     evicted = layer.lost_beside(fields)
     # Head by head, so that only one head's rows are copied to float32 at a time.
@@ -151,30 +148,6 @@ def _worth(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | None)
         mass = None if window_mass is None else window_mass[:, i : i + 1]
         priorities.append(layer.policy.prompt_priority(slots, mass)[..., :N])
     return mx.concatenate(priorities, axis=1)
-
-
-def _shared_out(
-    layer: Layer, attended: Sequence[Fields], worths: Sequence[mx.array]
-) -> tuple[list[Fields], list[mx.array]]:
-    """The same rows and worths, grouped by the budgets that the policy gives the heads for them."""
-    heads, ranked, budgets = list[tuple[Fields, mx.array]](), list[mx.array](), list[int]()
-    for run, fields, worth in zip(layer.runs, attended, worths, strict=True):
-        may_go = mx.where(evictable_of(layer, run, fields["positions"]), worth, -mx.inf)
-        for i in range(run.heads):
-            heads.append((_head(fields, i), worth[:, i : i + 1]))
-            ranked.append(may_go[:, i])
-            budgets.append(run.budget)
-    shared = layer.policy.shared_out(ranked, budgets)
-    given = room_for_pins(shared, layer.policy, layer.settings.pins)
-    layer.regroup(layer.settings.resized(given), given)
-    of_runs = [heads[run.first : run.last] for run in layer.runs]
-    return (
-        [
-            {name: mx.concatenate([rows[name] for rows, _ in run], axis=1) for name in run[0][0]}
-            for run in of_runs
-        ],
-        [mx.concatenate([worth for _, worth in run], axis=1) for run in of_runs],
-    )
 
 
 def _reduced(layer: Layer, run: Run, fields: Fields, worth: mx.array) -> Fields:

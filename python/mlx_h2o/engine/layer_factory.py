@@ -57,7 +57,7 @@ def open_layer(
         window = window_of(settings, recent_size(settings, of_slots))
         of_slots = [budget - window.size for budget in of_slots]
     settings.check_rows(H, D)
-    check_shapes(settings.policy, H, D, Dv, settings.centres)
+    check_shapes(settings.policy, H, D, Dv)
     if settings.budgets is None:
         settings = replace(settings.resized(budgets), filling=filling)
     store = SlotStore(of_slots, reserved, in_range=lies_in_range(settings))
@@ -219,7 +219,6 @@ def _row_widths(
     return RowWidths(
         *(key, value, key_size, value_size, settings.packing, settings.undo),
         framed=settings.frame is not None,
-        centre_bytes=0 if settings.centres is None else settings.centres.head_bytes,
     )
 
 

@@ -74,15 +74,11 @@ def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
     stored, scores = ranked["positions"], ranked.get("scores")
     positions = true_positions(stored)
     of_keys, of_values = rows_of(layer, run, fields)
-    keys, lengths = dense(of_keys), ranked.get("value_lengths")
+    lengths = ranked.get("value_lengths")
     if lengths is None and layer.policy.uses_value_lengths:
         lengths = value_lengths(of_values)
-    frame, centres = layer.settings.frame, layer.settings.centres
-    if centres is not None:
-        centres = centres.of_heads(run.first, run.last)
-        keys = keys if frame is None else frame.leave(keys, run.first)
     return Slots(
-        keys=keys,
+        keys=dense(of_keys),
         values=dense(of_values),
         positions=positions,
         scores=mx.zeros(positions.shape) if scores is None else scores,
@@ -92,5 +88,4 @@ def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
         evicted_mean_key=layer.evictions.remainder.mean_key[:, run.first : run.last],
         value_lengths=lengths,
         aged_from=layer.aged_from,
-        centres=centres,
     )

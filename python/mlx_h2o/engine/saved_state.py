@@ -20,7 +20,6 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import BIASES, SCALES, Packing
-from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.remainder import SATURATION, STATISTICS
 from mlx_h2o.storage.rope import Rope
 from mlx_h2o.storage.slot_store import NARROW, WIDE, Run
@@ -35,14 +34,11 @@ Expected = dict[str, tuple[tuple[int, ...], mx.Dtype]]
 
 #: The names in a file of a key scaling's (`Frame`'s) centre and scale.
 FRAME = ("frame.centre", "frame.scale")
-#: The names in a file of the query centres' centre and spread.
-CENTRES = ("centres.centre", "centres.spread")
 
 
-def constant_arrays(frame: Frame | None, centres: QueryCentres | None) -> Arrays:
-    """The arrays of a model's constants, by their names in a file."""
-    arrays = {} if frame is None else dict(zip(FRAME, frame.arrays, strict=True))
-    return arrays if centres is None else arrays | dict(zip(CENTRES, centres.arrays, strict=True))
+def frame_arrays(frame: Frame | None) -> Arrays:
+    """The arrays of a key scaling, by their names in a file."""
+    return {} if frame is None else dict(zip(FRAME, frame.arrays, strict=True))
 
 
 def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
@@ -57,22 +53,6 @@ def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
     if len(found) < len(FRAME) or any(part.dtype != mx.float32 for part in found):
         raise ValueError(f"A frame is {' and '.join(FRAME)}, both float32.")
     return Frame(*found), {name: x for name, x in arrays.items() if name not in FRAME}
-
-
-def centres_apart(arrays: Arrays, config: dict[str, Any]) -> tuple[QueryCentres | None, Arrays]:
-    """The query centres in a file's arrays, or None, and the other arrays.
-
-    Raises:
-        ValueError: A part of them is missing, or their numbers are invalid.
-    """
-    found = [arrays[name] for name in CENTRES if name in arrays]
-    rope = config.get("centres")
-    if not found and rope is None:
-        return None, arrays
-    if len(found) < len(CENTRES) or any(part.dtype != mx.float32 for part in found):
-        raise ValueError(f"Centres of queries are {' and '.join(CENTRES)}, both float32.")
-    centres = QueryCentres(found[0], found[1], Rope.of_config(rope))
-    return centres, {name: x for name, x in arrays.items() if name not in CENTRES}
 
 
 def used_only(arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
@@ -116,14 +96,13 @@ def used_only(arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, dict[str,
 
 
 def settings_of(
-    config: dict[str, Any], frame: Frame | None = None, centres: QueryCentres | None = None
+    config: dict[str, Any], frame: Frame | None = None
 ) -> tuple[CacheSettings, LayerShare | None]:
     """The settings of a saved cache, and its share of its model's budget if the file has it.
 
     Args:
         config: The cache's config.
         frame: The keys' key scaling, or None.
-        centres: The query centres, or None.
     """
     saved = dict(config["policy"])
     check_ranges(config)
@@ -143,16 +122,11 @@ def settings_of(
         rope=Rope.of_config(config["rope"]) if config.get("rope") else None,
         ranks=config.get("ranks", 1),
         pins=config.get("pins", ()),
-        centres=centres,
     )
     share = None
     if config.get("share"):
         share = LayerShare.of_config(
-            config["share"],
-            settings.packing,
-            settings.undo,
-            frame is not None,
-            centres.head_bytes if centres is not None else 0,
+            config["share"], settings.packing, settings.undo, frame is not None
         )
     return settings, share
 

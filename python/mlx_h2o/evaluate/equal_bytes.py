@@ -22,7 +22,6 @@ from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.integration.layer_probe import LayerKind, layer_kinds
 from mlx_h2o.model_caches.make import PLAIN_ELEMENT, bounded_caches, plain_bytes
-from mlx_h2o.storage.query_centres import most_bytes
 from mlx_h2o.storage.slot_store import FEW
 
 #: Names of the arrays in which our caches hold rows.
@@ -80,8 +79,7 @@ def _slots_of_layer(
     policy = settings.policy_for(all(k.routed for k in kinds))
     answers = settings.remainder and not any(k.derived for k in kinds)
     remembers = answers or policy.uses_evicted_mean
-    centres = most_bytes(kind.group, kind.widths.key) * policy.uses_query_centres
-    own = replace(kind.widths, packing=settings.packing, undo=settings.undo, centre_bytes=centres)
+    own = replace(kind.widths, packing=settings.packing, undo=settings.undo)
     held = _in_16_bits(own.narrow if few else own)
     given = tokens * PLAIN_ELEMENT * (own.key + own.value)
     # The cache subtracts the remainder's slots from its size, counted in its own rows.

@@ -80,12 +80,6 @@ def check_settings(
             'choose one that looks at keys only ("keydiff", "streaming", or "distinct" with '
             "mass_weight=0)."
         )
-    shared = any(kind.sharers > 1 for kind in kinds)
-    if policy.shares_slots and (not handed or shared or settings.rolls):
-        raise ValueError(
-            f"Policy {policy.name!r} shares slots out among a layer's heads, which {name} with "
-            "these settings cannot have: choose another policy."
-        )
     if settings.packing.packs and not handed:
         raise ValueError(
             f"{name} attends to keys that this library does not hand out, so they cannot be "

@@ -12,8 +12,6 @@ from mlx_h2o.integration.recorder import LookingCache
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.storage.rope import Rope
 
-#: Keys or queries `[1, heads, 1, D]` of one token, of each plain KV cache.
-OneToken = list[mx.array]
 # The second place of the token: a rotation by so many positions is not the identity by chance.
 FAR = 300
 # The tolerated error of keys computed in bfloat16, as a share of the largest channel.
@@ -21,18 +19,18 @@ TOLERANCE = 0.03
 
 
 class _At(LookingCache):
-    """A looking cache that claims to stand at some position, and keeps the keys and queries.
+    """A looking cache that claims to stand at some position, and keeps the keys.
 
     A token that is alone gets its own value as output, whatever caps its logit.
     """
 
     knows_softcap = True
 
-    def __init__(self, offset: int, seen: OneToken, asked: OneToken):
-        self.offset, self.seen, self.asked = offset, seen, asked
+    def __init__(self, offset: int, keys: list[mx.array]):
+        self.offset, self.keys = offset, keys
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.seen.append(keys)
+        self.keys.append(keys)
         self.rows = keys, values
         return self.rows
 
@@ -41,7 +39,6 @@ class _At(LookingCache):
         return self.rows
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        self.asked.append(call.q)
         return mx.fast.scaled_dot_product_attention(
             call.q, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
         )
@@ -61,50 +58,32 @@ def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
     Raises:
         ValueError: The keys of a layer have another RoPE, or none, or were changed after it.
     """
-    found = []
-    for layer, rope in enumerate(known_ropes(model, queries=False)):
+    routing.install()
+    known, ropes = _plain_ropes(model), list[Rope]()
+    pairs = zip(_keys_at(model, 0), _keys_at(model, FAR), strict=True)
+    for layer, pair in enumerate(pairs):
+        rope = next((rope for rope in known if _explains(rope, *pair)), None)
         if rope is None:
             raise ValueError(
                 f'positions="rolling" turns cached keys by their RoPE, and those of {name} have '
                 f"another one than mlx.nn.RoPE, or none (layer {layer}): omit positions."
             )
-        found.append(rope)
-    if len(found) != layers:
+        ropes.append(rope)
+    if len(ropes) != layers:
         raise ValueError(
-            f'positions="rolling" must know every layer\'s RoPE, and {name} shows {len(found)} of '
+            f'positions="rolling" must know every layer\'s RoPE, and {name} shows {len(ropes)} of '
             f"{layers}: omit positions."
         )
-    return found
+    return ropes
 
 
-def known_ropes(model: nn.Module, queries: bool = True) -> list[Rope | None]:
-    """The plain RoPE of each plain KV cache in use; None for another RoPE, or none.
-
-    Args:
-        model: An mlx-lm model that mlx_h2o can route.
-        queries: Whether the queries must have the same RoPE; then no layers may share keys.
-    """
-    routing.install()
-    kinds = [
-        list(zip(*of_places, strict=True))
-        for of_places in zip(*(_seen_at(model, place) for place in (0, FAR)), strict=True)
-    ]
-    known = _plain_ropes(model)
-    layers = zip(*kinds, strict=True) if queries else zip(kinds[0], strict=True)
-    return [
-        next((rope for rope in known if all(_explains(rope, *pair) for pair in pairs)), None)
-        for pairs in layers
-    ]
-
-
-def _seen_at(model: nn.Module, place: int) -> tuple[OneToken, OneToken]:
-    """Keys and queries of one token at a place, in all layers with a plain KV cache."""
-    seen: OneToken = []
-    asked: OneToken = []
-    caches = [replaced(entry, lambda: _At(place, seen, asked)) for entry in stock_caches(model)]
+def _keys_at(model: nn.Module, place: int) -> list[mx.array]:
+    """The keys `[1, H, 1, D]` of one token at a place, of each plain KV cache in use."""
+    keys: list[mx.array] = []
+    caches = [replaced(entry, lambda: _At(place, keys)) for entry in stock_caches(model)]
     model(mx.array([[1]]), cache=caches)
-    mx.eval(seen, asked)
-    return seen, asked
+    mx.eval(keys)
+    return keys
 
 
 def _plain_ropes(model: nn.Module) -> list[Rope]:

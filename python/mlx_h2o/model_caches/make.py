@@ -24,7 +24,6 @@ from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.caches.latent import LatentKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.caches.shared import SharedKVCache
-from mlx_h2o.calibration.centres_build import centres_for
 from mlx_h2o.calibration.first_use import first_profile
 from mlx_h2o.calibration.scaling_build import Frames, found_frames, made_frames
 from mlx_h2o.integration import own_attention
@@ -117,7 +116,6 @@ def bounded_caches(
             rope=layer.rope,
             ranks=1 if ranks is None else ranks.count,
             pins=settings.pins,
-            centres=layer.centres,
         )
         of_kind = class_for(kind) if attending else PlainRowsKVCache
         cache = of_kind.of(of_layer, layer.share)
@@ -182,9 +180,8 @@ def _at_hand(
         frames = _frames_at_hand(model, identity, profile, settings, shared)
     given = frames_of_caches(caches, settings.frames)
     ropes = ropes_in_keys(name, model, len(kinds)) if settings.rolls else None
-    centres = centres_for(model, kinds, policy) if policy.uses_query_centres else None
     values_packable = not any(kind.derived for kind in kinds) and not settings.rolls
-    return AtHand(profile, frames, given, slots, ropes, centres, why, values_packable)
+    return AtHand(profile, frames, given, slots, ropes, why, values_packable)
 
 
 def class_for(kind: LayerKind) -> type[BoundedKVCache]:

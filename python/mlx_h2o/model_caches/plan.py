@@ -28,7 +28,6 @@ from mlx_h2o.spill.row_file import WAITING
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Packing, group_size_for
 from mlx_h2o.storage.pins import pinned_from
-from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.remainder import SATURATION
 from mlx_h2o.storage.rope import Rope
 
@@ -49,7 +48,6 @@ class AtHand:
         given: Each layer's key scaling from the caller.
         slots: Slots of each layer's KV heads, if the caller gave them.
         ropes: The RoPE of each layer's keys, if positions are to have no gaps.
-        centres: Each layer's query centres, if the policy uses them.
         without: The reason that there is no profile where one would help; otherwise empty.
         values_packable: Whether the caches can hold packed values beside dense keys.
     """
@@ -59,7 +57,6 @@ class AtHand:
     given: Sequence[Frame | None]
     slots: list[list[int]] | None = None
     ropes: Sequence[Rope] | None = None
-    centres: Sequence[QueryCentres] | None = None
     without: str = ""
     values_packable: bool = True
 
@@ -82,7 +79,6 @@ class LayerPlan:
         frame: The key scaling of packed keys, or None.
         filling: Budgets that follow as the conversation grows.
         rope: The RoPE of the layer's keys, if positions are to have no gaps.
-        centres: The layer's query centres, if the policy uses them.
     """
 
     share: LayerShare
@@ -91,7 +87,6 @@ class LayerPlan:
     frame: Frame | None
     filling: tuple[Stage, ...] = ()
     rope: Rope | None = None
-    centres: QueryCentres | None = None
 
     def of_rank(self, ranks: Ranks) -> LayerPlan:
         """The plan of the heads that a process holds."""
@@ -150,8 +145,7 @@ def planned(
     """
     attending = all(kind.routed for kind in kinds)
     profile = _profile_to_buy_by(settings, policy, at_hand.profile)
-    centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
-    own = _own_widths(kinds, settings, profile, centres)
+    own = _own_widths(kinds, settings, profile)
     shares = [LayerShare(kind.heads, widths) for kind, widths in zip(kinds, own, strict=True)]
     if profile is not None:
         shares = [
@@ -183,9 +177,9 @@ def planned(
     stages = fillings(shares, sizes_of, settings, policy, remembers, attending, profile)
     ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
     layers = [
-        LayerPlan(share, budgets, t, frame, later, rope, of_queries)
-        for share, t, frame, (budgets, later), rope, of_queries in zip(
-            shares, saturations(profile, policy, sizes), frames, stages, ropes, centres, strict=True
+        LayerPlan(share, budgets, t, frame, later, rope)
+        for share, t, frame, (budgets, later), rope in zip(
+            shares, saturations(profile, policy, sizes), frames, stages, ropes, strict=True
         )
     ]
     return Plan(packing, layers, choice)
@@ -204,21 +198,17 @@ def _profile_to_buy_by(
 
 
 def _own_widths(
-    kinds: Sequence[LayerKind],
-    settings: ModelSettings,
-    profile: Profile | None,
-    centres: Sequence[QueryCentres | None],
+    kinds: Sequence[LayerKind], settings: ModelSettings, profile: Profile | None
 ) -> list[RowWidths]:
     """The widths of each layer's rows, with the bytes of what its heads hold beside them."""
     looking = retrieval_heads(profile, len(kinds))
     own = []
-    for kind, of_layer, heads in zip(kinds, centres, looking, strict=True):
+    for kind, heads in zip(kinds, looking, strict=True):
         spill = settings.spill if heads != frozenset() else None
         queries = kind.group * (1 if heads is None else len(heads) / kind.heads)
         widths = replace(
             kind.widths,
             undo=settings.undo,
-            centre_bytes=of_layer.head_bytes if of_layer else 0,
             spill_bytes=spill.head_bytes(kind.widths, queries) if spill else 0,
             waiting=WAITING if spill else 0,
             returning=spill.returns.rows if spill else 0,

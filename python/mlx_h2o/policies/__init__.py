@@ -1,7 +1,6 @@
 """Policies, one a file; importing them registers them."""
 
 from mlx_h2o.policies import presets
-from mlx_h2o.policies.adakv import AdaKV
 from mlx_h2o.policies.base import (
     Observation,
     ObservedMass,
@@ -12,27 +11,21 @@ from mlx_h2o.policies.base import (
     register_policy,
     register_preset,
 )
-from mlx_h2o.policies.chunkkv import ChunkKV
 from mlx_h2o.policies.distinct import Distinct
 from mlx_h2o.policies.ema import EMA
 from mlx_h2o.policies.ema_logits import EMALogits
 from mlx_h2o.policies.h2o import H2O
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.policies.keydiff import KeyDiff
-from mlx_h2o.policies.rkv import RKV
 from mlx_h2o.policies.salient import Salient
 from mlx_h2o.policies.snapkv import SnapKV
 from mlx_h2o.policies.streaming import Streaming
 from mlx_h2o.policies.tova import TOVA
-from mlx_h2o.policies.triattention import TriAttention
 
 __all__ = [
     "EMA",
     "H2O",
-    "RKV",
     "TOVA",
-    "AdaKV",
-    "ChunkKV",
     "Distinct",
     "EMALogits",
     "KernelPolicy",
@@ -44,7 +37,6 @@ __all__ = [
     "Slots",
     "SnapKV",
     "Streaming",
-    "TriAttention",
     "make_policy",
     "policy_names",
     "presets",

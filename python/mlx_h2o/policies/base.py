@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,11 +19,10 @@ import mlx.core as mx
 from mlx_h2o._utils import checks
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.storage.packed import Packing, value_lengths
-from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.softmax import attention_mass
 
 # The least values of settings that are counts.
-LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1, "chunk": 1}
+LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1}
 MOST = {"evict_every": checks.MOST_VICTIMS, "pool": checks.WIDEST_POOL}
 
 
@@ -82,7 +81,6 @@ class Slots:
             for policies that use them.
         aged_from: The position from which ages count: older tokens are as old as it
             (`engine/pins_and_turns.py`).
-        centres: Query centres of these KV heads, for policies that use them.
     """
 
     keys: mx.array
@@ -95,7 +93,6 @@ class Slots:
     evicted_mean_key: mx.array
     value_lengths: mx.array | None = None
     aged_from: int = 0
-    centres: QueryCentres | None = None
 
     @property
     def lengths_of_values(self) -> mx.array:
@@ -148,9 +145,6 @@ class Policy:
     suits_frames: ClassVar[bool] = True
     #: Whether it ranks by the lengths of values (`Slots.lengths_of_values`).
     uses_value_lengths: ClassVar[bool] = False
-    #: Whether it needs the model's query centres, as `Slots.centres`; its keys then stay as the
-    #: model made them, without key scaling.
-    uses_query_centres: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -189,20 +183,6 @@ class Policy:
     def needs_attention(self) -> bool:
         """Whether it needs attention's logits; a policy that uses keys alone runs in any model."""
         return True
-
-    @property
-    def shares_slots(self) -> bool:
-        """Whether it shares a layer's slots out among its heads when a prompt is reduced."""
-        return False
-
-    def shared_out(self, worths: Sequence[mx.array], budgets: Sequence[int]) -> list[int]:
-        """Slots of each KV head, as many in all as `budgets`; only called if `shares_slots`.
-
-        Args:
-            worths: The worths of each head's tokens `[B, N]`, minus infinity for protected tokens.
-            budgets: The slots of each head so far.
-        """
-        return list(budgets)
 
     def keeps_value_lengths(self, packing: Packing) -> bool:
         """Whether lengths of values are kept beside rows; packed values rank without them."""

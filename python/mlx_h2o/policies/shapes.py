@@ -10,15 +10,12 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlx_h2o.policies.base import Observation, ObservedMass, Policy, Slots
-from mlx_h2o.storage.query_centres import QueryCentres
 
 #: Slots of the trial: the least that the policy needs, within these bounds.
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
 
 
-def check_shapes(
-    policy: Policy, heads: int, key_width: int, value_width: int, centres: QueryCentres | None
-) -> None:
+def check_shapes(policy: Policy, heads: int, key_width: int, value_width: int) -> None:
     """Raise ValueError if `accumulate`, `priority` or `prompt_priority` return other shapes.
 
     This project's own policies are tested; others are called once, with made-up rows of one
@@ -29,7 +26,6 @@ def check_shapes(
         heads: KV heads, H.
         key_width: Width of a key, D.
         value_width: Width of a value, Dv.
-        centres: The layer's query centres, where the policy uses them.
     """
     if type(policy).__module__.startswith(f"{__package__}."):
         return
@@ -47,7 +43,6 @@ def check_shapes(
         evictable=mx.ones(shape, mx.bool_),
         evicted=0,
         evicted_mean_key=mx.zeros((1, heads, key_width)),
-        centres=centres,
     )
     seen: Observation = ObservedMass(scores / N)
     if not policy.sums_mass:

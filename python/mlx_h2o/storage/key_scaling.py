@@ -109,10 +109,9 @@ class Frame:
         scale = mx.repeat(self.scale, queries.shape[1] // self.scale.shape[0], axis=0)
         return (queries.astype(mx.float32) * scale[:, None]).astype(queries.dtype)
 
-    def leave(self, keys: mx.array, first: int = 0) -> mx.array:
-        """Unscaled keys of the KV heads from `first` on, `[B, heads, T, D]`, in float32."""
-        heads = slice(first, first + keys.shape[1])
-        return keys.astype(mx.float32) * self.scale[heads, None] + self.centre[heads, None]
+    def leave(self, keys: mx.array) -> mx.array:
+        """Unscaled keys `[B, H, T, D]`, in float32."""
+        return keys.astype(mx.float32) * self.scale[:, None] + self.centre[:, None]
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,6 @@ class Rope:
         x, half = rows[..., : self.dims], self.dims // 2
         return (x[..., ::2], x[..., 1::2]) if self.traditional else (x[..., :half], x[..., half:])
 
-    def pair_lengths(self, rows: mx.array) -> mx.array:
-        """The lengths of the pairs of `pairs`, which no turn changes, `[..., dims / 2]` float32."""
-        first, second = self.pairs(rows.astype(mx.float32))
-        return mx.sqrt(mx.square(first) + mx.square(second))
-
     def config(self) -> dict[str, Any]:
         """The settings as JSON types."""
         return asdict(self)

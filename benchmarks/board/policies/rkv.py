@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Slots, register_policy
-from mlx_h2o.policies.snapkv import SnapKV
+from mlx_h2o import Slots, SnapKV, register_policy
 
 # The least squared length of a key, for its direction.
 NO_LENGTH = 1e-12
@@ -53,9 +52,9 @@ class RKV(SnapKV):
     def joint(self, importance: mx.array, slots: Slots) -> mx.array:
         """The priority `[B, H, N]` for importances `[B, H, N]` of any scale."""
         whole = mx.maximum(importance.sum(axis=-1, keepdims=True), NO_LENGTH)
-        said = redundancy(slots.keys, slots.positions, self.least_similarity)
+        repeated = redundancy(slots.keys, slots.positions, self.least_similarity)
         own = self.importance_weight
-        return own * importance / whole - (1 - own) * said
+        return own * importance / whole - (1 - own) * repeated
 
 
 def redundancy(keys: mx.array, positions: mx.array, least: float) -> mx.array:

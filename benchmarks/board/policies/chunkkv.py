@@ -7,9 +7,8 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Slots, register_policy
-from mlx_h2o.policies.kernel_policy import KernelPolicy
-from mlx_h2o.policies.snapkv import SnapKV
+from mlx_h2o import Slots, SnapKV, register_policy
+from mlx_h2o.policies import KernelPolicy
 
 
 @register_policy("chunkkv")
@@ -19,9 +18,9 @@ class ChunkKV(SnapKV):
 
     Source: Liu et al. 2025, arXiv 2502.00299, section 3: a chunk's worth is the sum of its tokens'
     mass from the observation window, so that a meaning is not torn apart. The paper's reuse of one
-    layer's choice in the next is left out. A chunk that has lost some tokens is worth the mean of
-    those it still holds, so that it competes as a whole one does. While decoding, single tokens are
-    evicted, by `snapkv`'s average.
+    layer's choice in the next is left out: a policy sees one layer at a time. A chunk that has lost
+    some tokens is worth the mean of those it still holds, so that it competes as a whole one does.
+    While decoding, single tokens are evicted, by `snapkv`'s average.
 
     Attributes:
         chunk: Tokens of a chunk, counted from the start of the text.
@@ -29,8 +28,14 @@ class ChunkKV(SnapKV):
 
     chunk: int = 10
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1; got {self.chunk}.")
+
     def kernel_policy(self) -> KernelPolicy | None:
-        return KernelPolicy("ema", "score", decay=self.decay)
+        # While decoding nothing differs from `snapkv`, so its fused kernels serve here, too.
+        return super().kernel_policy()
 
     def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
         mass = self.priority(slots) if window_mass is None else window_mass
