@@ -353,6 +353,7 @@ class BoundedKVCache:
             return 0
         self.require_trimmable(n)
         self._held().trim(n)
+        self._evaluate()
         return n
 
     def require_trimmable(self, n: int) -> None:
@@ -385,6 +386,7 @@ class BoundedKVCache:
             self._unopened = settings
         else:
             eviction.resize(self._layer, settings)
+            self._evaluate()
 
     def resized_settings(self, max_size: int | Sequence[int]) -> CacheSettings:
         """The settings that `resize` would set; same arguments and errors."""
@@ -578,6 +580,7 @@ class BoundedKVCache:
             self._unopened = settings
         else:
             repin(self._layer, settings)
+            self._evaluate()
 
     def new_turn(self, carry: float | str = 1.0) -> None:
         """Begin a turn, and set how much of the attention so far still counts.
@@ -594,6 +597,11 @@ class BoundedKVCache:
         self.require_at_rest()
         if self._layer is not None:
             new_turn(self._layer, part)
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Leave nothing lazy: the next call may come in another thread than the last one."""
+        mx.eval(self.arrays())
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copy."""
@@ -611,6 +619,7 @@ class BoundedKVCache:
             shared += [self.layer.settings, *_arrays(self.layer)]
         memo.update((id(value), value) for value in shared)
         vars(new).update(copy.deepcopy(state, memo))
+        self._evaluate()
         return new
 
     def __copy__(self) -> Self:

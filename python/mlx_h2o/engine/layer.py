@@ -147,11 +147,13 @@ class Layer:
         return run.budget + (self.window.size if self.window else 0)
 
     def side_state(self) -> list[mx.array]:
-        """Arrays to evaluate with the output; else the graph grows from step to step."""
-        rows = ("slots.keys", "slots.values")
-        held = [array for name, array in self.arrays().items() if name not in rows]
-        held += self.newest_queries()
-        return held + self.journal.newest() if self.settings.undo else held
+        """All arrays, to evaluate with the output.
+
+        Else the graph would grow from step to step, and what is lazy can be evaluated only in the
+        thread of this step.
+        """
+        arrays = [*self.arrays().values(), *self.newest_queries()]
+        return arrays + self.journal.newest() if self.settings.undo else arrays
 
     def newest_queries(self) -> list[mx.array]:
         """The newest queries that are kept so that rows can come back, to evaluate with the step.

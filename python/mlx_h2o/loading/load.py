@@ -113,6 +113,8 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
     if Path(path).is_dir():
         model.mlx_h2o_folder = str(Path(path))
     model.mlx_h2o_tokenizer = tokenizer
+    # A lazy array can be evaluated only in the thread that made it.
+    mx.eval(model.parameters())
     return model, tokenizer
 
 
