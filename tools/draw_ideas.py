@@ -18,7 +18,7 @@ import numpy as np
 import mlx_h2o
 from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.budgets.growth import stages_of
+from mlx_h2o.budgets.plan import stages_of_profile
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.integration.recorder import LookingCache, Watcher, full_attention, looked_through
 from mlx_h2o.integration.stock_caches import stock_caches
@@ -276,7 +276,7 @@ def draw_shares(pyplot: Any, profile: Profile, path: Path, mean: int = 128) -> N
 
 def draw_growth(pyplot: Any, profile: Profile, path: Path, mean: int = 128) -> None:
     """The slots of each head as a conversation grows."""
-    stages = stages_of(profile, mean, 16)
+    stages = stages_of_profile(profile, mean, 16)
     names = head_names(stages[0][1])
     end = 4 * stages[-1][0]
     figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")

@@ -27,8 +27,9 @@ from golden.margins import LEAST_MARGIN, watching
 from golden.model import LEAST_LOGIT_GAP
 from mlx_h2o import cli
 from mlx_h2o.attention.backends.choice import only_reference
-from mlx_h2o.budgets.growth import Stage, stages_of
+from mlx_h2o.budgets.plan import stages_of_profile
 from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.settings import Stage
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.integration import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
@@ -91,7 +92,9 @@ def stages() -> list[dict[str, Any]]:
             "profile": path,
             "mean": mean,
             "least": LEAST,
-            "stages": [list(stage) for stage in stages_of(Profile.load(ROOT / path), mean, LEAST)],
+            "stages": [
+                list(stage) for stage in stages_of_profile(Profile.load(ROOT / path), mean, LEAST)
+            ],
         }
         for path, means in PROFILES.items()
         for mean in means

@@ -13,10 +13,10 @@ import mlx.nn as nn
 
 from benchmarks.board.tasks import Task
 from mlx_h2o._utils.free_memory import give_back
+from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.stage import Stage, read, step, untold
 from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.model_caches.make import plain_bytes
 from mlx_h2o.storage import reserved_range
 
 

@@ -10,7 +10,7 @@
 namespace mlx_h2o {
 
 // Slots of a layer's heads from some length of the conversation on
-// (python/mlx_h2o/budgets/growth.py).
+// (python/mlx_h2o/budgets/settings.py).
 struct Stage {
   int beyond;  // tokens that have come when it begins to serve
   std::vector<int> budgets;

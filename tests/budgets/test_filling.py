@@ -11,11 +11,10 @@ import pytest
 import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.budgets.allocation import check_curves
-from mlx_h2o.budgets.growth import stages_of
+from mlx_h2o.budgets.plan import FEWEST_CHOICES, stages_of_model, stages_of_profile
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.loading.identity import ModelIdentity
-from mlx_h2o.model_caches.plan import FEWEST_CHOICES, shared_out_anew
 from mlx_h2o.policies import make_policy
 from mlx_h2o.storage.packed import Packing
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens
@@ -134,7 +133,7 @@ def made_up(known: int) -> Profile:
 @pytest.mark.parametrize("mean", [14, 40, 100, 300])
 def test_stages_double_and_end_with_the_profiles_shares(mean):
     profile = made_up(200)
-    (first, uniform), *later = stages_of(profile, mean, 12)
+    (first, uniform), *later = stages_of_profile(profile, mean, 12)
     assert (first, uniform) == (0, [[mean] * 2] * 2)
     assert later[0][0] == mean
     for (beyond, budgets), (longer, _) in pairwise(later):
@@ -148,16 +147,16 @@ def test_stages_double_and_end_with_the_profiles_shares(mean):
 def test_stages_are_those_that_swift_expects():
     for one in json.loads(RECORDED.read_text()):
         profile = Profile.load(ROOT / one["profile"])
-        stages = stages_of(profile, one["mean"], one["least"])
+        stages = stages_of_profile(profile, one["mean"], one["least"])
         assert [list(stage) for stage in stages] == one["stages"], one["profile"]
 
 
 def test_layers_with_other_means_are_shared_out_once_the_first_is_full():
     profile, least = made_up(200), make_policy("distinct").least_budget() + FEWEST_CHOICES
     alike = profile.budgets(40, least)
-    assert all(len(later) > 1 for _, later in shared_out_anew(alike, (40, 40), least, profile))
+    assert all(len(later) > 1 for _, later in stages_of_model(alike, (40, 40), least, profile))
     other = [profile.budgets(30, least)[0], profile.budgets(50, least)[1]]
-    assert shared_out_anew(other, (30, 50), least, profile) == [
+    assert stages_of_model(other, (30, 50), least, profile) == [
         ((30, 30), ((30, tuple(other[0])),)),
         ((50, 50), ((30, tuple(other[1])),)),
     ]

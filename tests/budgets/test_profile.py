@@ -9,8 +9,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o._utils.json_arrays import as_text, of_text
 from mlx_h2o.budgets.allocation import capped, scaled
-from mlx_h2o.budgets.profile import ECHO_PART, RETURNING_PART, Profile
-from mlx_h2o.budgets.profile_data import Measured, frames_for
+from mlx_h2o.budgets.profile import ECHO_PART, RETURNING_PART, Measured, Profile, frames_for
 from mlx_h2o.loading.identity import ModelIdentity
 
 HEADS, GRID, SPANS = (2, 1), (12, 24, 48, 96), (24, 48, 96)

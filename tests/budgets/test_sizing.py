@@ -11,15 +11,13 @@ import pytest
 import mlx_h2o
 from mlx_h2o import Returns, Spill, describe, make_policy, make_prompt_cache
 from mlx_h2o._utils.byte_size import Share, memory_size
-from mlx_h2o.budgets.bit_choice import NEGLIGIBLE
 from mlx_h2o.budgets.cost import (
     LayerShare,
     RowWidths,
     bytes_for_slots,
-    bytes_of_model,
     slots_for_bytes,
-    slots_of_model,
 )
+from mlx_h2o.budgets.plan import NEGLIGIBLE, Plan
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.calibration.scaling_build import KEPT
 from mlx_h2o.loading.identity import identity_of
@@ -166,7 +164,8 @@ def test_a_model_s_bytes_are_used_up(beside, keys, given):
         LayerShare(2, RowWidths(key, 64, 2, 2, spill_bytes=more, returning=64))
         for key, more in zip(keys, beside, strict=True)
     ]
-    slots = slots_of_model(shares, given, policy, True)
+    plan = Plan(shares, policy, True, True, max_bytes=given)
+    slots = plan.slots_that_fit()
 
     def bytes_of(slots):
         return sum(
@@ -175,11 +174,11 @@ def test_a_model_s_bytes_are_used_up(beside, keys, given):
         )
 
     if min(slots) == 0:
-        assert bytes_of_model(1, shares, policy, True) > given
+        assert plan.bytes_of(1) > given
         return
     assert bytes_of(slots) <= given
-    assert bytes_of_model(min(slots), shares, policy, True) <= given
-    assert bytes_of_model(min(slots) + 1, shares, policy, True) > given
+    assert plan.bytes_of(min(slots)) <= given
+    assert plan.bytes_of(min(slots) + 1) > given
     if len(set(keys)) == 1:
         assert len(set(slots)) == 1
         assert bytes_of([n + 1 for n in slots]) > given

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from rich.console import Console
 
 import mlx_h2o
+from mlx_h2o.budgets.cost import PLAIN_ELEMENT
 from mlx_h2o.cli import main
 from mlx_h2o.cli.compare import table
 from mlx_h2o.evaluate import comparison
@@ -27,7 +28,6 @@ from mlx_h2o.evaluate.recall import CLOZE, is_known, recall_task, recalled
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.loading.load import MODELS, SAMPLE_TEXT
-from mlx_h2o.model_caches.make import PLAIN_ELEMENT
 from tiny_models import tiny_model
 
 SMALL = (

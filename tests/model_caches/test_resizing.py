@@ -19,8 +19,9 @@ from mlx_h2o import (
     resize,
     save_prompt_cache,
 )
-from mlx_h2o.budgets.cost import LayerShare, RowWidths, bytes_for_slots, slots_in_proportion
-from mlx_h2o.budgets.profile_data import Measured
+from mlx_h2o.budgets.cost import LayerShare, RowWidths, bytes_for_slots
+from mlx_h2o.budgets.plan import Plan
+from mlx_h2o.budgets.profile import Measured
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.loading.identity import identity_of
 from tiny_models import TinyLayer, greedy_tokens, prefill, prompt_tokens, tiny_model
@@ -159,6 +160,25 @@ def test_what_is_refused_changes_nothing(sizes, message):
     assert [entry.config() for entry in cache] == before
 
 
+@pytest.mark.parametrize("context", [None, 200])
+def test_a_share_of_a_16_bit_cache_is_that_of_new_caches(context, tmp_path):
+    model = tiny_model("llama")
+    options = {"budgets": profile_of(model), "bits": 16}
+    cache = make_prompt_cache(model, max_bytes="50%", context=100, **options)
+    prefill(model, cache, prompt_tokens(90), 20)
+    resize(cache, max_bytes="25%", context=context)
+    wanted = make_prompt_cache(model, max_bytes="25%", context=context or 100, **options)
+    assert budgets_of(cache) == budgets_of(wanted)
+    save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    cache = load_prompt_cache(tmp_path / "cache.safetensors")
+    before = budgets_of(cache)
+    with pytest.raises(ValueError, match="from a file do not know: give context"):
+        resize(cache, max_bytes="50%")
+    assert budgets_of(cache) == before
+    resize(cache, max_bytes="25%", context=context or 100)
+    assert budgets_of(cache) == before
+
+
 def test_lists_that_one_size_says_nothing_about_are_refused():
     with pytest.raises(ValueError, match="no bounded cache"):
         resize([mlx_lm_cache.KVCache()], 30)
@@ -194,7 +214,7 @@ def test_every_head_keeps_its_part_of_the_whole(layers, mean, remembers):
     shares = [LayerShare(len(slots), widths, slots=tuple(slots)) for slots in layers]
     before = [slots for layer in layers for slots in layer]
     total = len(before) * (mean - widths.remainder_slots(remembers))
-    sized = slots_in_proportion(shares, mean, None, policy, remembers)
+    sized = Plan(shares, policy, remembers, True, max_size=mean).slots
     slots = [count for layer in sized for count in layer]
     assert [len(layer) for layer in sized] == [len(layer) for layer in layers]
     assert sum(slots) == total
@@ -204,8 +224,9 @@ def test_every_head_keeps_its_part_of_the_whole(layers, mean, remembers):
         assert all(abs(got - part) < 2 for got, part in zip(slots, parts, strict=True))
     # In bytes the same, and no slot more would fit.
     every = sum(bytes_for_slots(count, 1, widths, policy, remembers) for count in slots)
-    assert slots_in_proportion(shares, None, every, policy, remembers) == sized
-    more = slots_in_proportion(shares, None, every + widths.slot_bytes(policy), policy, remembers)
+    assert Plan(shares, policy, remembers, True, max_bytes=every).slots == sized
+    roomy = every + widths.slot_bytes(policy)
+    more = Plan(shares, policy, remembers, True, max_bytes=roomy).slots
     assert sum(map(sum, more)) == total + 1
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Sequence
+from operator import itemgetter
 
 from mlx_h2o._utils import checks
 from mlx_h2o.policies import Policy
@@ -79,7 +80,7 @@ def best_step(grid: Sequence[int], curve: Curve, have: int) -> tuple[float, int]
     steps = [
         ((now - loss) / (b - have), b) for b, loss in zip(grid, curve, strict=True) if b > have
     ]
-    return max(steps, default=(0.0, have), key=lambda step: step[0])
+    return max(steps, default=(0.0, have), key=itemgetter(0))
 
 
 def shared_out(grid: Sequence[int], curves: Sequence[Curve], mean: int, least: int) -> list[int]:

@@ -1,26 +1,25 @@
-"""Bytes of rows and slots, and how many slots fit into a number of bytes.
-
-Where a caller gave each layer its slots, another size scales them: each head keeps its part of the
-total.
-"""
+"""Bytes of a row, a slot and a KV head, and how many slots fit into a number of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_h2o._utils import checks
-from mlx_h2o.budgets.allocation import check_curves, scaled
+from mlx_h2o.budgets.allocation import check_curves
+from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.journal import step_bytes
 from mlx_h2o.storage.packed import Packing, group_size_for
 from mlx_h2o.storage.remainder import Remainder
-from mlx_h2o.storage.slot_store import NARROW, WIDE
+from mlx_h2o.storage.slot_store import FEW, NARROW, WIDE
 
 #: Bytes of memory that a row which came back from a file may take beside its slot: its position and
 #: what its score was raised by (`engine/return_state.py`), in 4 bytes each.
 CREDIT_BYTES = 8
+#: Bytes of an element of a 16-bit cache.
+PLAIN_ELEMENT = 2
 # Limits for a layer in a file.
 MOST_HEADS, WIDEST_ROW = 2**16, 2**20
 
@@ -88,16 +87,119 @@ class RowWidths:
     def _length_bytes(self, policy: Policy) -> int:
         return 2 * policy.keeps_value_lengths(self.packing)
 
-    def head_bytes(self, policy: Policy, remembers: bool) -> int:
-        """Bytes of a head beside its slots: statistics, key scaling, file, victims, journal."""
+    def cost(self, policy: Policy, remembers: bool) -> HeadCost:
+        """Bytes of a head by its slots.
+
+        Args:
+            policy: The eviction policy; it determines what is stored beside a row.
+            remembers: Whether the caches keep statistics of evicted tokens.
+        """
         remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
         recent = self.recent_row_bytes if self.packing.recent else 0
         length = self._length_bytes(policy)
         rows = self.row_bytes + length, recent + length * bool(recent)
         step = step_bytes(*rows, remainder, policy.evict_every)
         frame = 2 * 4 * self.key * self.framed
-        beside = frame + self.spill_bytes + self.waiting * self.row_bytes
-        return remainder + beside + 4 * policy.evict_every + self.undo * step
+        file = self.spill_bytes + self.waiting * self.row_bytes
+        victims = 4 * policy.evict_every
+        fixed = remainder + frame + file + victims + self.undo * step
+        # A recent window of wider rows leaves room for fewer slots. (One of narrower rows frees no
+        # room: with a profile the window is as small as that of the smallest head.)
+        wider = max(self.recent_row_bytes - self.row_bytes, 0)
+        return HeadCost(self.slot_bytes(policy), fixed, wider, self.returning, policy)
+
+
+class HeadCost(NamedTuple):
+    """Bytes of one KV head by its slots.
+
+    Attributes:
+        slot: Bytes of a slot and all beside it.
+        fixed: Bytes beside the slots: statistics, key scaling, file, victims, journal.
+        wider: Further bytes of a row in the recent window.
+        returning: Rows that come back from a file at once, at most.
+        policy: The policy; it determines the recent window.
+    """
+
+    slot: int
+    fixed: int
+    wider: int
+    returning: int
+    policy: Policy
+
+    def of(self, slots: int) -> int:
+        """Bytes of a head with so many slots."""
+        window = self.policy.recent_slots(slots) * self.wider if self.wider else 0
+        return self.fixed + slots * self.slot + window + min(self.returning, slots) * CREDIT_BYTES
+
+
+def bytes_for_slots(
+    slots: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
+) -> int:
+    """Bytes of `heads` heads with so many slots each: the inverse of `slots_for_bytes`.
+
+    Args:
+        slots: Slots of each head.
+        heads: KV heads, times the batch.
+        widths: The widths of a row.
+        policy: The eviction policy; it determines what is stored beside a row.
+        remembers: Whether the caches keep statistics of evicted tokens.
+    """
+    return heads * widths.cost(policy, remembers).of(slots)
+
+
+def slots_for_bytes(
+    max_bytes: int,
+    heads: int,
+    widths: RowWidths,
+    policy: Policy,
+    remembers: bool,
+    least: int = 1,
+) -> int:
+    """Slots per head that fit into `max_bytes` of `heads` heads (batch included).
+
+    Args:
+        max_bytes: Bytes for all of the heads.
+        heads: KV heads, times the batch.
+        widths: The widths of a row.
+        policy: The eviction policy; it determines what is stored beside a row.
+        remembers: Whether the caches keep statistics of evicted tokens.
+        least: The fewest slots that are useful.
+
+    Raises:
+        ValueError: Fewer than `least` fit.
+    """
+    cost = widths.cost(policy, remembers)
+    slots = most_slots(max_bytes, lambda slots: heads * cost.of(slots))
+    if slots < least:
+        raise ValueError(
+            f"max_bytes={max_bytes} is too small: each of {heads} KV heads needs {least} slots of "
+            f"{widths.row_bytes} bytes: make it at least {heads * cost.of(least)}."
+        )
+    return slots
+
+
+def most_slots(
+    max_bytes: int,
+    bytes_of: Callable[[int], int],
+    least: int = 0,
+    most: int = checks.MOST_TOKENS,
+) -> int:
+    """The most slots that fit: bytes grow with slots.
+
+    Args:
+        max_bytes: The bytes that there are.
+        bytes_of: Bytes by slots.
+        least: The fewest slots, which fit.
+        most: How many more slots are of any use.
+    """
+    slots, too_many = least, least + min(max_bytes, most) + 1
+    while too_many - slots > 1:
+        middle = (slots + too_many) // 2
+        if bytes_of(middle) > max_bytes:
+            too_many = middle
+        else:
+            slots = middle
+    return slots
 
 
 def group_size_of(widths: Sequence[RowWidths]) -> int | None:
@@ -107,7 +209,7 @@ def group_size_of(widths: Sequence[RowWidths]) -> int | None:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """A layer's share of its model's budget, by which the whole can be shared out anew.
+    """What is known of a layer for its part of the slots; its cache remembers it for `resize`.
 
     Attributes:
         heads: KV heads, H.
@@ -165,181 +267,16 @@ class LayerShare:
         return cls(heads, widths, grid, losses, tuple(slots))
 
 
-def bytes_for_slots(
-    slots: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
-) -> int:
-    """Bytes of `heads` heads with so many slots each: the inverse of `slots_for_bytes`.
+def bytes_by_stage(settings: CacheSettings, widths: RowWidths) -> list[int]:
+    """Bytes of one layer's cache for one sequence, at first and from each stage of its growth on.
 
     Args:
-        slots: Slots of each head.
-        heads: KV heads, times the batch.
-        widths: The widths of a row.
-        policy: The eviction policy; it determines what is stored beside a row.
-        remembers: Whether the caches keep statistics of evicted tokens.
+        settings: The cache's settings, with slots of its heads.
+        widths: The widths of its rows in a long conversation.
     """
-    # A recent window of wider rows leaves room for fewer slots. (One of narrower rows frees no
-    # room: with a profile the window is as small as that of the smallest head.)
-    extra = max(widths.recent_row_bytes - widths.row_bytes, 0)
-    rows = slots * widths.slot_bytes(policy) + policy.recent_slots(slots) * extra
-    credits = min(widths.returning, slots) * CREDIT_BYTES
-    return heads * (rows + credits + widths.head_bytes(policy, remembers))
-
-
-def slots_for_bytes(
-    max_bytes: int,
-    heads: int,
-    widths: RowWidths,
-    policy: Policy,
-    remembers: bool,
-    least: int = 1,
-) -> int:
-    """Slots per head that fit into `max_bytes` of `heads` heads (batch included).
-
-    Args:
-        max_bytes: Bytes for all of the heads.
-        heads: KV heads, times the batch.
-        widths: The widths of a row.
-        policy: The eviction policy; it determines what is stored beside a row.
-        remembers: Whether the caches keep statistics of evicted tokens.
-        least: The fewest slots that are useful.
-
-    Raises:
-        ValueError: Fewer than `least` fit.
-    """
-    slots = _most_slots(
-        max_bytes, lambda slots: bytes_for_slots(slots, heads, widths, policy, remembers)
-    )
-    if slots < least:
-        enough = bytes_for_slots(least, heads, widths, policy, remembers)
-        raise ValueError(
-            f"max_bytes={max_bytes} is too small: each of {heads} KV heads needs {least} slots of "
-            f"{widths.row_bytes} bytes: make it at least {enough}."
-        )
-    return slots
-
-
-def slots_of_model(
-    shares: Sequence[LayerShare], max_bytes: int, policy: Policy, remembers: bool
-) -> list[int]:
-    """Slots per KV head of each layer that fit into a model's bytes; 0 where none do.
-
-    Each layer has an equal part of the bytes. Layers that differ only in what their heads hold
-    beside the slots, such as rows that wait for a file, have as many slots each instead: a profile
-    then shares out the slots of all layers together.
-
-    Args:
-        shares: The shares of all layers.
-        max_bytes: Bytes for all layers, everything counted.
-        policy: The eviction policy; it determines what is stored beside a row.
-        remembers: Whether the caches keep statistics of evicted tokens.
-    """
-
-    def slots_of(shares: Sequence[LayerShare], max_bytes: int) -> int:
-        return _most_slots(
-            max_bytes, lambda slots: sum(_bytes_of_layers(slots, shares, policy, remembers))
-        )
-
-    if _slots_alike(shares, policy):
-        return [slots_of(shares, max_bytes)] * len(shares)
-    return [slots_of([share], max_bytes // len(shares)) for share in shares]
-
-
-def bytes_of_model(
-    slots: int, shares: Sequence[LayerShare], policy: Policy, remembers: bool
-) -> int:
-    """The fewest bytes of which `slots_of_model` makes so many slots in every layer.
-
-    Args:
-        slots: Slots of each KV head.
-        shares: As in `slots_of_model`.
-        policy: As in `slots_of_model`.
-        remembers: As in `slots_of_model`.
-    """
-    each = _bytes_of_layers(slots, shares, policy, remembers)
-    return sum(each) if _slots_alike(shares, policy) else len(each) * max(each)
-
-
-def _bytes_of_layers(
-    slots: int, shares: Sequence[LayerShare], policy: Policy, remembers: bool
-) -> list[int]:
-    how = policy, remembers
-    return [bytes_for_slots(slots, share.heads, share.widths, *how) for share in shares]
-
-
-def _slots_alike(shares: Sequence[LayerShare], policy: Policy) -> bool:
-    """Whether one more slot for each head costs every layer as many bytes."""
-    of_slots = {
-        (share.heads, share.widths.slot_bytes(policy), share.widths.recent_row_bytes)
-        for share in shares
-    }
-    return len(of_slots) == 1
-
-
-def _most_slots(
-    max_bytes: int,
-    bytes_of: Callable[[int], int],
-    least: int = 0,
-    most: int = checks.MOST_TOKENS,
-) -> int:
-    """The most slots from `least` on that fit: bytes grow with slots."""
-    slots, too_many = least, least + min(max_bytes, most) + 1
-    while too_many - slots > 1:
-        middle = (slots + too_many) // 2
-        if bytes_of(middle) > max_bytes:
-            too_many = middle
-        else:
-            slots = middle
-    return slots
-
-
-def slots_in_proportion(
-    shares: Sequence[LayerShare],
-    max_size: int | None,
-    max_bytes: int | None,
-    policy: Policy,
-    remembers: bool,
-) -> list[list[int]]:
-    """Slots of each layer's KV heads, in the proportions of the slots given.
-
-    Args:
-        shares: The shares of all layers, with the given slots.
-        max_size: Tokens' worth of memory per KV head on average, the remainder included; or None.
-        max_bytes: Bytes for all layers, everything counted, instead of `max_size`; or None.
-        policy: The eviction policy.
-        remembers: Whether the caches keep statistics of evicted tokens.
-
-    Raises:
-        ValueError: The size is too small for the policy.
-    """
-    least, heads = policy.least_budget(), sum(share.heads for share in shares)
-
-    def of(total: int) -> list[list[int]]:
-        each = iter(scaled([slots for share in shares for slots in share.slots], total, least))
-        return [[next(each) for _ in range(share.heads)] for share in shares]
-
-    def bytes_of(total: int) -> int:
-        return sum(
-            bytes_for_slots(slots, 1, share.widths, policy, remembers)
-            for share, layer in zip(shares, of(total), strict=True)
-            for slots in layer
-        )
-
-    if max_size is not None:
-        charged = [share.widths.remainder_slots(remembers) for share in shares]
-        parts = zip(shares, charged, strict=True)
-        total = sum(share.heads * (max_size - charge) for share, charge in parts)
-        if total < least * heads:
-            raise ValueError(
-                f"max_size={max_size} is too small: with policy {policy.name!r} each KV head needs "
-                f"{least} slots: make it at least {least + max(charged)}."
-            )
-        return of(total)
-    assert max_bytes is not None
-    total = least * heads
-    if bytes_of(total) > max_bytes:
-        raise ValueError(
-            f"max_bytes={max_bytes} is too small: with policy {policy.name!r} each KV head needs "
-            f"{least} slots: make it at least {bytes_of(total)}."
-        )
-    # Bytes grow with slots, except for rounding where rows differ from layer to layer.
-    return of(_most_slots(max_bytes, bytes_of, total, max_bytes))
+    slots = [settings.budgets or (), *(stage.budgets for stage in settings.filling)]
+    # A stage lasts until the next begins; the last one lasts for good.
+    ends = [stage.beyond for stage in settings.filling]
+    rows = [*(widths.narrow if end <= FEW else widths for end in ends), widths]
+    costs = [of.cost(settings.policy, settings.remembers) for of in rows]
+    return [sum(map(cost.of, of_heads)) for cost, of_heads in zip(costs, slots, strict=True)]

@@ -6,17 +6,23 @@ error that suggests the probable one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from mlx_h2o.budgets.layer_budgets import LayerBudgets
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
 from mlx_h2o.spill.setting import Spill
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.storage.pins import Span
+
+#: Slots: a number for every KV head of a layer, a list with each head's, or None for a cache that
+#: does not grow.
+OneLayer = int | Sequence[int] | None
+#: A list with an entry for each of a model's own caches, or a function that gives it for a cache's
+#: index and number of KV heads.
+LayerBudgets = Sequence[OneLayer] | Callable[[int, int], OneLayer]
 
 
 class PolicyOptions(TypedDict, total=False):

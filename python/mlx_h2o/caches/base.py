@@ -152,6 +152,8 @@ class BoundedKVCache:
         #: The cache's share of its model's budget, for `mlx_h2o.resize`; if the cache was made
         #: alone, it is known from the first rows on.
         self.share = share
+        #: The tokens to which "25%" refers, of a cache made for a model; files do not hold it.
+        self.context: int | None = None
         self.choice = ""  # how the bits of its rows were chosen; files do not hold it
         self.label = ""  # its owner's name for its settings; copies keep it, files do not
 

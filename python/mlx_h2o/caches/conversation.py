@@ -9,8 +9,7 @@ from typing import Any
 
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.budgets.allocation import TooManyPins, room_for_pins
-from mlx_h2o.budgets.growth import Stage
-from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.budgets.settings import CacheSettings, Stage
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.integration.refusals import NothingToBound

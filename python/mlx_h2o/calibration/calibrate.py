@@ -29,8 +29,7 @@ import numpy as np
 
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.cost import group_size_of
-from mlx_h2o.budgets.profile import SMALLEST_BUDGET, Profile
-from mlx_h2o.budgets.profile_data import LayerFrames, Measured, frames_for
+from mlx_h2o.budgets.profile import SMALLEST_BUDGET, LayerFrames, Measured, Profile, frames_for
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration.checkpoint import CalibratedLayers, LayerLosses
 from mlx_h2o.calibration.retrieval_loss import echo_losses

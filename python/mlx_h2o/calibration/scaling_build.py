@@ -24,8 +24,13 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.budgets.profile_data import LayerFrames, check_frames, frames_of_json, json_of_frames
+from mlx_h2o.budgets.profile import (
+    LayerFrames,
+    Profile,
+    check_frames,
+    frames_of_json,
+    json_of_frames,
+)
 from mlx_h2o.budgets.profile_store import KeptOfModel
 from mlx_h2o.calibration.scaling_fit import FrameSample, KeyUse, fitted
 from mlx_h2o.integration import routing

@@ -15,6 +15,7 @@ from mlx_h2o._utils import checks
 from mlx_h2o._utils.files import require_writable, write_kept
 from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.budgets.allocation import TooManyPins
+from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.caches.files import save_prompt_cache
 from mlx_h2o.calibration.first_use import profile_at_load
 from mlx_h2o.chat.pin_rules import spans_for
@@ -30,7 +31,6 @@ from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.model_caches.compress import CHUNK, DEFAULT_SIZE, compress_prompt
 from mlx_h2o.model_caches.distillation import MOST_STEPS, tokens_of_work
-from mlx_h2o.model_caches.make import plain_bytes
 from mlx_h2o.storage.packed import BITS, UNPACKED
 from mlx_h2o.storage.pins import Span
 

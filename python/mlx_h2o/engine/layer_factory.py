@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx_h2o.attention.backends.choice import has_ranges, pack
 from mlx_h2o.attention.ops import FLOAT_DTYPES
 from mlx_h2o.budgets.cost import LayerShare, RowWidths, slots_for_bytes
-from mlx_h2o.budgets.growth import Stage, starts_narrow, while_narrow
-from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.budgets.plan import starts_narrow, while_narrow
+from mlx_h2o.budgets.settings import CacheSettings, Stage
 from mlx_h2o.engine import saved_state
 from mlx_h2o.engine.array_owner import Evictions, Memory, fields_of
 from mlx_h2o.engine.eviction import recent_size

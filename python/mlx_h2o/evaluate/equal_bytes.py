@@ -17,11 +17,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_h2o._utils.cache_lists import entries
-from mlx_h2o.budgets.cost import RowWidths, slots_for_bytes
+from mlx_h2o.budgets.cost import PLAIN_ELEMENT, RowWidths, slots_for_bytes
+from mlx_h2o.budgets.plan import LayerKind, plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.integration.layer_probe import LayerKind, layer_kinds
-from mlx_h2o.model_caches.make import PLAIN_ELEMENT, bounded_caches, plain_bytes
+from mlx_h2o.integration.layer_probe import layer_kinds
+from mlx_h2o.model_caches.make import bounded_caches
 from mlx_h2o.storage.slot_store import FEW
 
 #: Names of the arrays in which our caches hold rows.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,33 +12,11 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o._utils.cache_lists import entries, replaced
 from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.budgets.cost import RowWidths
+from mlx_h2o.budgets.plan import LayerKind
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.routing import hand_out
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.loading.identity import ModelIdentity, architecture, identity_of
-
-
-@dataclass
-class LayerKind:
-    """How a model uses one of its plain KV caches, as a trial run showed.
-
-    Attributes:
-        heads: Hk.
-        widths: Widths of the cache's rows.
-        routed: Whether the model asked the cache to attend.
-        derived: Whether it attended to keys made of the cached ones (MLA).
-        sharers: How many layers attended to its rows.
-        indexes: Whether another cache's keys are picked by its rows (sparse attention).
-        group: G, the query heads of each KV head (of the first layer that attended).
-    """
-
-    heads: int
-    widths: RowWidths
-    routed: bool
-    derived: bool
-    sharers: int = 1
-    indexes: bool = False
-    group: int = 1
 
 
 def identity_by_kinds(model: nn.Module, kinds: Sequence[LayerKind]) -> ModelIdentity:

@@ -15,9 +15,10 @@ from mlx_h2o._utils.cache_lists import replaced
 from mlx_h2o.attention.backends.choice import backend, cpu
 from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.attention.ops import scaled_dot_product_attention
+from mlx_h2o.budgets.plan import LayerKind
 from mlx_h2o.budgets.profile import SMALLEST_BUDGET
 from mlx_h2o.integration import routing
-from mlx_h2o.integration.layer_probe import LayerKind, layer_kinds
+from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.refusals import require_boundable
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.loading.identity import architecture

@@ -8,8 +8,8 @@ from typing import Any
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.budgets.plan import LayerKind
 from mlx_h2o.budgets.settings import ModelSettings, check_rolling
-from mlx_h2o.integration.layer_probe import LayerKind
 from mlx_h2o.policies import Policy
 
 #: mlx-lm's caches whose memory does not grow with the conversation.

@@ -21,12 +21,12 @@ import numpy as np
 
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.cache_lists import replaced
+from mlx_h2o.budgets.plan import FEWEST_CHOICES
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.conversation import bounded_entries
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.model_caches import distillation
 from mlx_h2o.model_caches.make import bounded_caches
-from mlx_h2o.model_caches.plan import FEWEST_CHOICES
 from mlx_h2o.model_caches.rereading import REPEAT, Tell, read_twice
 from mlx_h2o.storage.pins import pinned_from
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from mlx_h2o._utils.byte_size import USUAL_CONTEXT
 from mlx_h2o._utils.cache_lists import entries, replaced
 from mlx_h2o.attention.backends.choice import pack
-from mlx_h2o.budgets.layer_budgets import slots_given
 from mlx_h2o.budgets.options import CacheOptions
-from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.budgets.profile_store import found_profile
+from mlx_h2o.budgets.plan import LayerKind, plain_bytes, plan_of, retrieval_heads
 from mlx_h2o.budgets.settings import CacheSettings, ModelSettings
 from mlx_h2o.budgets.tensor_parallel import ranks_of
 from mlx_h2o.caches.base import BoundedKVCache
@@ -24,23 +20,15 @@ from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.caches.latent import LatentKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.caches.shared import SharedKVCache
-from mlx_h2o.calibration.first_use import first_profile
-from mlx_h2o.calibration.scaling_build import Frames, found_frames, made_frames
 from mlx_h2o.integration import own_attention
-from mlx_h2o.integration.layer_probe import LayerKind, identity_by_kinds, layer_kinds
+from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.recorder import trained_context
 from mlx_h2o.integration.refusals import check_settings, require_boundable
-from mlx_h2o.integration.rope_probe import ropes_in_keys
 from mlx_h2o.integration.stock_caches import caches_beneath, is_asked, stock_caches
-from mlx_h2o.loading.identity import ModelIdentity, architecture
-from mlx_h2o.model_caches.plan import AtHand, planned, retrieval_heads
-from mlx_h2o.policies import Policy
+from mlx_h2o.loading.identity import architecture
+from mlx_h2o.model_caches.model_data import model_data
 from mlx_h2o.spill.layer_rows import spilling
 from mlx_h2o.spill.setting import Spill
-from mlx_h2o.storage.key_scaling import Frame
-
-#: Bytes of an element of a 16-bit cache.
-PLAIN_ELEMENT = 2
 
 
 def make_prompt_cache(
@@ -88,22 +76,21 @@ def bounded_caches(
         kinds = [replace(kind, heads=kind.heads * ranks.count) for kind in kinds]
     caches = stock_caches(model)
     require_boundable(name, kinds, caches)
-    attending = all(kind.routed for kind in kinds)
     own_attention.warn_if_changed(type(model).__module__)
+    attending = all(kind.routed for kind in kinds)
     policy = settings.policy_for(attending)
     check_settings(name, kinds, settings, policy)
     answers = settings.remainder and not any(kind.derived for kind in kinds)
     context = trained_context(model, USUAL_CONTEXT)
     settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context)
-    at_hand = _at_hand(name, model, kinds, caches, settings, policy)
-    remembers = answers or policy.uses_evicted_mean
-    plan = planned(kinds, settings, policy, remembers, at_hand)
-    own = [layer if ranks is None else layer.of_rank(ranks) for layer in plan.layers]
-    layers = iter(zip(kinds, own, strict=True))
+    data = model_data(model, kinds, caches, settings, policy, ranks is None)
+    plan = plan_of(kinds, settings, policy, answers or policy.uses_evicted_mean, data)
+    layers = zip(kinds, plan.layers, data.ropes, strict=True)
 
     def bounded() -> BoundedKVCache:
-        kind, layer = next(layers)
-        of_layer = CacheSettings(
+        kind, layer, rope = next(layers)
+        layer = layer if ranks is None else layer.of_rank(ranks)
+        own = CacheSettings(
             budgets=layer.budgets,
             policy=policy,
             remainder=answers,
@@ -113,18 +100,17 @@ def bounded_caches(
             saturation=layer.saturation,
             frame=layer.frame,
             filling=layer.filling,
-            rope=layer.rope,
+            rope=rope,
             ranks=1 if ranks is None else ranks.count,
             pins=settings.pins,
         )
-        of_kind = class_for(kind) if attending else PlainRowsKVCache
-        cache = of_kind.of(of_layer, layer.share)
-        cache.choice, cache.sharers = plan.choice, kind.sharers
+        cache = (class_for(kind) if attending else PlainRowsKVCache).of(own, layer.share)
+        cache.choice, cache.context, cache.sharers = plan.choice, settings.context, kind.sharers
         return cache
 
     made = [replaced(entry, bounded) for entry in caches]
     if settings.spill is not None:
-        spill_to(made, settings.spill, retrieval_heads(at_hand.profile, len(kinds)))
+        spill_to(made, settings.spill, retrieval_heads(data.profile, len(kinds)))
     return made
 
 
@@ -153,129 +139,8 @@ def spill_to(
         layer.spill_to(way, back)
 
 
-def _at_hand(
-    name: str,
-    model: nn.Module,
-    kinds: Sequence[LayerKind],
-    caches: Sequence[Any],
-    settings: ModelSettings,
-    policy: Policy,
-) -> AtHand:
-    """The data for a plan: slots that the caller gave, or a profile, key scaling, and more."""
-    attending = all(kind.routed for kind in kinds)
-    one_mask = not attending or any(kind.derived for kind in kinds)
-    shared = any(kind.sharers > 1 for kind in kinds)
-    heads = [kind.heads for kind in kinds]
-    identity = identity_by_kinds(model, kinds)
-    slots = profile = frames = None
-    why = ""
-    if settings.layer_budgets is not None:
-        slots = slots_given(settings.layer_budgets, caches, heads, one_mask)
-    else:
-        uniform = one_mask or shared or policy.unit == "layer"
-        profile = _profile_for(model, identity, settings.profile, uniform)
-        if profile is None and not uniform and settings.profile is None:
-            profile, why = _first_profile(model, identity, settings)
-    if settings.frames is None and policy.suits_frames and not one_mask:
-        frames = _frames_at_hand(model, identity, profile, settings, shared)
-    given = frames_of_caches(caches, settings.frames)
-    ropes = ropes_in_keys(name, model, len(kinds)) if settings.rolls else None
-    values_packable = not any(kind.derived for kind in kinds) and not settings.rolls
-    return AtHand(profile, frames, given, slots, ropes, why, values_packable)
-
-
 def class_for(kind: LayerKind) -> type[BoundedKVCache]:
     """The cache class of a layer that attends through this library."""
     if kind.derived:
         return LatentKVCache
     return SharedKVCache if kind.sharers > 1 else H2OKVCache
-
-
-def plain_bytes(kind: LayerKind) -> int:
-    """Bytes of one token of a layer in a 16-bit cache."""
-    return kind.heads * (kind.widths.key + kind.widths.value) * PLAIN_ELEMENT
-
-
-def _frames_at_hand(
-    model: nn.Module,
-    identity: ModelIdentity,
-    profile: Profile | None,
-    settings: ModelSettings,
-    shared: bool,
-) -> Frames | None:
-    """Key scaling (`Frame`) for packed keys, made now if bits are left to us; None without.
-
-    It is not made for keys that layers share, or of which this process has only a part, nor if
-    nothing may be measured.
-    """
-    if settings.packing.k_bits is None and not settings.chooses_bits:
-        return None
-    frames = found_frames(identity, profile)
-    if frames is not None or not settings.chooses_bits or settings.measures == "never":
-        return frames
-    if shared or ranks_of(model) is not None:
-        return None
-    return made_frames(model, identity)
-
-
-def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
-    """The key scaling of each plain KV cache of a model's list, including members of a CacheList.
-
-    Args:
-        caches: The model's own caches.
-        frames: As in `ModelSettings`.
-
-    Raises:
-        ValueError: There is not one entry for each cache, or one for a cache that is not plain KV.
-    """
-    given = frames if isinstance(frames, tuple) else (None,) * len(caches)
-    if len(given) != len(caches):
-        raise ValueError(
-            f"frames has {len(given)} entries, and the model has {len(caches)} caches: give a "
-            "Frame or None for each."
-        )
-    of_plain: list[Frame | None] = []
-    for i, (entry, frame) in enumerate(zip(caches, given, strict=True)):
-        plain = sum(type(member) is KVCache for _, member in entries([entry]))
-        if frame is not None and type(entry) is not KVCache:
-            raise ValueError(
-                f"frames[{i}] is for a {type(entry).__name__}, which is not a plain KV cache: "
-                "it must be None."
-            )
-        of_plain += [frame] * plain
-    return of_plain
-
-
-def _first_profile(
-    model: nn.Module, identity: ModelIdentity, settings: ModelSettings
-) -> tuple[Profile | None, str]:
-    """A profile that is measured now, or None, and the reason."""
-    if settings.max_bytes is None:
-        return None, ""
-    if settings.measures == "never":
-        return None, 'profile="never"'
-    if ranks_of(model) is not None:
-        return None, "this process has a part of the model"
-    found = first_profile(model, identity)
-    return (found, "") if isinstance(found, Profile) else (None, found)
-
-
-def _profile_for(
-    model: nn.Module,
-    identity: ModelIdentity,
-    budgets: str | Path | Profile | None,
-    uniform: bool,
-) -> Profile | None:
-    """The profile to share slots out by, or None for uniform budgets."""
-    if budgets == "uniform" or (budgets is None and uniform):
-        return None
-    if uniform:
-        raise ValueError(
-            "All heads need the same budget here (one mask serves them all, layers share keys, or "
-            'the policy\'s unit is the layer): pass budgets="uniform".'
-        )
-    if budgets is not None:
-        profile = budgets if isinstance(budgets, Profile) else Profile.load(budgets)
-        profile.require(identity)
-        return profile
-    return found_profile(model, identity)

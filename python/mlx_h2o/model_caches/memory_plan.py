@@ -22,12 +22,12 @@ from mlx.utils import tree_flatten
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.byte_size import size_text
 from mlx_h2o._utils.cache_lists import entries
-from mlx_h2o.budgets.cost import bytes_for_slots
+from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine.layer_factory import lies_in_range
 from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.model_caches.make import bounded_caches, plain_bytes
+from mlx_h2o.model_caches.make import bounded_caches
 from mlx_h2o.storage import reserved_range
 from mlx_h2o.storage.slot_store import FEW, GROWTH_STEP
 
@@ -167,10 +167,8 @@ def kv_bytes(cache: BoundedKVCache, tokens: int) -> int:
     key = widths.packing.row_bytes("keys", widths.key, widths.key_size)
     if lies_in_range(settings) and max(settings.budgets) * key >= reserved_range.FEWEST_BYTES:
         room = tokens
-    return sum(
-        bytes_for_slots(min(budget, room), 1, widths, settings.policy, settings.remembers)
-        for budget in settings.budgets
-    )
+    cost = widths.cost(settings.policy, settings.remembers)
+    return sum(cost.of(min(budget, room)) for budget in settings.budgets)
 
 
 def _beside(

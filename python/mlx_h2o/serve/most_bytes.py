@@ -10,11 +10,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_h2o._utils.cache_lists import entries
-from mlx_h2o.budgets.cost import bytes_for_slots
+from mlx_h2o.budgets.cost import bytes_by_stage
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.stock_caches import stock_caches
-from mlx_h2o.storage.slot_store import FEW
 
 #: Prompt tokens that go through a model at once, unless the server says otherwise.
 USUAL_CHUNK = 2048
@@ -42,7 +41,7 @@ def most_bytes(
     known = dict[str, int]()
     for place, entry in entries(cache):
         if isinstance(entry, BoundedKVCache) and entry.share is not None:
-            layers.append(_bytes_by_stage(entry))
+            layers.append(bytes_by_stage(entry.settings, entry.share.widths))
             continue
         known = known or (_most_of_others(model, chunk) if model is not None else {})
         if place not in known:
@@ -55,19 +54,6 @@ def most_bytes(
     stages = max(map(len, layers), default=0)
     sums = [sum(layer[min(i, len(layer) - 1)] for layer in layers) for i in range(stages)]
     return others + max(sums, default=0)
-
-
-def _bytes_by_stage(entry: BoundedKVCache) -> list[int]:
-    """Bytes of one layer, at first and from each stage of its growth on."""
-    assert entry.share is not None
-    settings, widths = entry.settings, entry.share.widths
-    how = entry.policy, settings.remembers
-    budgets = [settings.budgets or (), *(stage.budgets for stage in settings.filling)]
-    # A stage lasts until the next begins; the last one lasts for good.
-    ends = [stage.beyond for stage in settings.filling]
-    held = [*(widths.narrow if end <= FEW else widths for end in ends), widths]
-    stages = zip(budgets, held, strict=True)
-    return [sum(bytes_for_slots(n, 1, of, *how) for n in slots) for slots, of in stages]
 
 
 def _most_of_others(model: nn.Module, chunk: int) -> dict[str, int]:

@@ -2,9 +2,9 @@
 extension H2OConfiguration {
     // Widths of rows that are weighed against each other; nil: not packed.
     private static let widths: [Int?] = [nil, 8, 6, 5, 4]
-    // Of expected loss: too little to choose by (NEGLIGIBLE of Python's budgets/bit_choice.py).
+    // Of expected loss: too little to choose by (NEGLIGIBLE of Python's budgets/plan.py).
     private static let negligible = 3e-4
-    // Of values whose keys have no frame (USUAL_BITS of Python's budgets/bit_choice.py).
+    // Of values whose keys have no frame (USUAL_BITS of Python's budgets/plan.py).
     private static let valueBitsWithoutFrames = 6
     // Bytes of an element of a 16-bit cache.
     private static let plainElement = 2

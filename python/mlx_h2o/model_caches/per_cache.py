@@ -1,24 +1,19 @@
-"""Slots that a caller gives each layer of a model, instead of one size for all."""
+"""What a caller gives for each of a model's own caches: slots, and key scaling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.cache_lists import entries
-
-#: Slots: a number for every KV head of a layer, a list with each head's, or None for a cache that
-#: does not grow.
-OneLayer = int | Sequence[int] | None
-#: A list with an entry for each of a model's own caches, or a function that gives it for a cache's
-#: index and number of KV heads.
-LayerBudgets = Sequence[OneLayer] | Callable[[int, int], OneLayer]
+from mlx_h2o.budgets.options import LayerBudgets, OneLayer
+from mlx_h2o.storage.key_scaling import Frame
 
 
-def slots_given(
+def slots_of_caches(
     budgets: LayerBudgets, caches: Sequence[Any], heads: Sequence[int], uniform: bool
 ) -> list[list[int]]:
     """Slots of each KV head of each plain KV cache.
@@ -65,3 +60,31 @@ def _of_heads(name: str, given: OneLayer, heads: int) -> list[int]:
     if len(slots) != heads:
         raise ValueError(f"{name} has {len(slots)} entries for {heads} KV heads.")
     return list(slots)
+
+
+def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
+    """The key scaling of each plain KV cache of a model's list, including members of a CacheList.
+
+    Args:
+        caches: The model's own caches.
+        frames: As in `ModelSettings`.
+
+    Raises:
+        ValueError: There is not one entry for each cache, or one for a cache that is not plain KV.
+    """
+    given = frames if isinstance(frames, tuple) else (None,) * len(caches)
+    if len(given) != len(caches):
+        raise ValueError(
+            f"frames has {len(given)} entries, and the model has {len(caches)} caches: give a "
+            "Frame or None for each."
+        )
+    of_plain: list[Frame | None] = []
+    for i, (entry, frame) in enumerate(zip(caches, given, strict=True)):
+        plain = sum(type(member) is KVCache for _, member in entries([entry]))
+        if frame is not None and type(entry) is not KVCache:
+            raise ValueError(
+                f"frames[{i}] is for a {type(entry).__name__}, which is not a plain KV cache: "
+                "it must be None."
+            )
+        of_plain += [frame] * plain
+    return of_plain
