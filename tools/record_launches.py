@@ -30,7 +30,7 @@ from mlx_h2o.attention.backends import attention_launches, gpu_decoder, prompt_l
 from mlx_h2o.attention.backends.gpu import Gpu
 from mlx_h2o.attention.backends.launcher import Launcher
 from mlx_h2o.attention.backends.operands import Seed
-from mlx_h2o.attention.backends.verification.verdicts import NEVER, VARIABLE
+from mlx_h2o.attention.backends.self_check import NEVER, VARIABLE
 from mlx_h2o.attention.backends.work import Ranges
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import PackedRows, Rows

@@ -82,16 +82,11 @@ MLX_H2O_API int mlx_h2o_use_kernels(bool use);
 // Kernels prove themselves: the first time that a variant (kernels, dtypes, widths, bits, the form
 // of the policy) is used on a GPU, it runs on a small case beside the definition. One that fails,
 // gives a NaN or differs by more than is tolerated is not used: MLX's own operations do its work.
-// The verdict is kept in a folder, by device, system, version of MLX and the kernels' text.
-// MLX_H2O_VERIFY in the environment may be "once", as usual; "always", to check again in every
-// process; or "never". Anything else is an error (MLX_H2O_ERROR_SETTINGS).
+// MLX_H2O_VERIFY in the environment may be "once" (in every process), as usual, or "never".
+// Anything else is an error (MLX_H2O_ERROR_SETTINGS).
 //
 // Over mlx-c alone a kernel that does not compile is MLX's error, and mlx-c's handler of errors,
-// unless the program has set another, ends the process; the next one does without the kernel.
-
-// The folder, copied; it is made when it is needed. NULL: mlx-h2o/kernels in $XDG_CACHE_HOME or
-// ~/.cache, as at first. "": nothing is kept.
-MLX_H2O_API int mlx_h2o_set_cache_folder(const char* folder);
+// unless the program has set another, ends the process; mlx_h2o_use_kernels(false) does without it.
 
 // Has the first variant of this process that is not used told to a function, in the thread that
 // wants to use it, with what is wrong with it. It must not call the library. NULL: none, as at
@@ -99,9 +94,9 @@ MLX_H2O_API int mlx_h2o_set_cache_folder(const char* folder);
 typedef void (*mlx_h2o_notice)(void* context, const char* message);
 MLX_H2O_API int mlx_h2o_set_notice(mlx_h2o_notice notice, void* context);
 
-// Every verdict that this process came to or read, in order, as a JSON list of objects: "variant"
-// in words, "held" (whether it is used), "why" (why not, or where it differs most), "error" in
-// units of what is tolerated (null: beyond all) and "seconds" that the check took. res is replaced.
+// Every verdict of this process, in order, as a JSON list of objects: "variant" in words, "usable"
+// (whether it is used), "why" (why not, or where it differs most), "error" in units of what is
+// tolerated (null: beyond all) and "seconds" that the check took. res is replaced.
 MLX_H2O_API int mlx_h2o_verdicts(mlx_string* res);
 
 // Evaluates arrays, which stay the library's: 0, or another number if it could not.

@@ -34,7 +34,7 @@ def host_launches(monkeypatch, request):
         monkeypatch.setattr(request.module, "recorded", nothing_is_counted, raising=False)
     monkeypatch.setattr(metal.GPU, "launcher", HOST)
     monkeypatch.setattr(metal.GPU, "architecture", lambda: "applegpu_g13g")
-    # These tests are checks themselves; test_verification.py is about those of the backend.
+    # These tests are checks themselves; test_self_check.py is about those of the backend.
     monkeypatch.setenv("MLX_H2O_VERIFY", "never")
     mx.random.seed(0)
 

@@ -24,7 +24,6 @@ LATE = {
     "attention/backends/decoders.py",
     "cli/__init__.py",
     "cli/serve.py",
-    "doctor/machine.py",
     "attention/tracing.py",
 }
 EXTENSIONS = ("_ext",)

@@ -1,7 +1,7 @@
 // mlx_h2o.h: the library.
 #include "attend.h"
 #include "evaluation.h"
-#include "gpu/verdicts.h"
+#include "gpu/self_check.h"
 #include "handles.h"
 #include "mlx/c/mlx.h"
 #include "operands.h"
@@ -32,11 +32,6 @@ int mlx_h2o_report_error(const char* message) {
 int mlx_h2o_use_kernels(bool use) {
   use_kernels(use);
   return 0;
-}
-
-int mlx_h2o_set_cache_folder(const char* folder) {
-  return guarded(
-      [&] { set_cache_folder(folder ? std::optional<std::string>(folder) : std::nullopt); });
 }
 
 int mlx_h2o_set_notice(mlx_h2o_notice notice, void* context) {

@@ -3,10 +3,10 @@
 #include <bit>
 
 #include "../evaluation.h"
-#include "compared.h"
 #include "gpu.h"
 #include "launcher.h"
 #include "row_buffers.h"
+#include "self_check.h"
 #include "tiling.h"
 
 namespace mlx_h2o {
@@ -144,8 +144,6 @@ Deviation AttentionVariant::check() const {
 bool attention_proven(
     const mx::array& q, const Stored& k, const Stored& v, const Masking& mask,
     const std::optional<mx::array>& sinks, Export wanted) {
-  static const std::vector<const char*> kernels{
-      "attention_vector", "attention_merge", "prompt_lse", "prompt_mass"};
   const int L = q.shape(2);
   AttentionVariant variant{
       wanted,
@@ -162,7 +160,7 @@ bool attention_proven(
       std::nullopt,
       sinks.has_value()};
   if (mask.array) variant.mask = mask.array->dtype();
-  return usable(variant.name(), kernels, [&] { return variant.check(); });
+  return usable(variant.name(), [&] { return variant.check(); });
 }
 
 }  // namespace mlx_h2o

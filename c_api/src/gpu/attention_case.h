@@ -1,5 +1,5 @@
 // The attention kernels on a small case, beside the definition
-// (python/mlx_h2o/attention/backends/verification/attention_case.py).
+// (python/mlx_h2o/attention/backends/self_check_variants.py).
 #pragma once
 
 #include "../attend.h"

@@ -84,7 +84,7 @@ class Description(list[LayerDescription]):
 def unused_kernels() -> list[str]:
     """A line about kernels that are not used on the default device, if there are any."""
     gpu = choice.gpu()
-    refused = gpu.verdicts.refused if gpu else []
+    refused = gpu.self_check.refused if gpu else []
     if not refused:
         return []
     first, rest = refused[0], len(refused) - 1

@@ -1,1 +1,1 @@
-"""`mlx_h2o doctor`: what works on this machine, and how fast."""
+"""`mlx_h2o doctor`: what works on this machine, for a report of a problem."""

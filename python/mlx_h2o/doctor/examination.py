@@ -1,80 +1,273 @@
-"""The whole examination, part after part; what is broken off keeps what was found."""
+"""What doctor examines: the kernels, a conversation, memory, and a few times."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-from mlx_h2o._utils.progress import Told
-from mlx_h2o.doctor import checks, conversation, held_memory, timings
-from mlx_h2o.doctor.chips import chip_of
-from mlx_h2o.doctor.machine import machine
-from mlx_h2o.doctor.report import Over, Report
-from mlx_h2o.doctor.variants import checks as every_check
+import mlx.core as mx
+import mlx.nn as nn
 
-PARTS = ("kernels", "conversation", "timings", "memory")
-# Shares of the time after which the parts that can stop early do; the others take seconds.
-_KERNELS_UNTIL, _TIMINGS_UNTIL = 0.5, 0.85
-#: With --quick one of so many cases is looked at.
+from mlx_h2o._utils.commit import commit
+from mlx_h2o.attention.backends import choice, reference
+from mlx_h2o.attention.backends.self_check import Verdict, mode
+from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
+from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.doctor.variants import every_check
+from mlx_h2o.evaluate.machine import machine
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
+from mlx_h2o.model_caches.make import make_prompt_cache
+from mlx_h2o.storage import reserved_range
+
+#: With --quick one of so many kernel variants is checked.
 QUICK = 7
+#: Rows of caches, by name: bits, or None for dense.
+ROWS: dict[str, int | None] = {"dense": None, "8 bits": 8, "4 bits": 4}
+# A layer of a model of 4 or 8 billion weights.
+QUERY_HEADS, KV_HEADS, WIDTH = 32, 8, 128
+# Tokens of the conversation's prompt and behind it, and slots of each head.
+CONVERSATION = 384, 48, 96
+# Tokens of the prompt of the layer whose memory is measured, its slots, and decode steps.
+MEMORY = 2048, 1024, 32
+# Tokens of a layer's prompt that are read at once.
+CHUNK = 512
+# Words whose logits are nearer than this are as good as each other.
+TIE = 0.05
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What shall be examined.
+@dataclass
+class Section:
+    """One part of the report.
 
     Attributes:
-        parts: Some of `PARTS`.
-        quick: Whether one of `QUICK` variants does.
-        minutes: After which nothing new is begun.
-        slots: The numbers of slots to time.
-        rounds: The number of timed rounds.
+        title: For people.
+        rows: Figures by column.
+        failures: What is wrong, in words.
     """
 
-    parts: tuple[str, ...] = PARTS
-    quick: bool = False
-    minutes: float = 5.0
-    slots: tuple[int, ...] = timings.SLOTS
-    rounds: int = timings.ROUNDS
+    title: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
-def examine(plan: Plan, told: Told) -> Report:
-    """Examine; at Ctrl-C the report is what there is by then, and not complete.
+def machine_and_device() -> dict[str, Any]:
+    """Versions, device and kernels, as JSON types."""
+    device = mx.device_info()
+    return {
+        **machine(),
+        "commit": commit(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": str(mx.default_device()),
+        "device information": {
+            name: value if isinstance(value, int | float | str) else str(value)
+            for name, value in device.items()
+        },
+        "kernels": kernels(),
+    }
+
+
+def kernels() -> str:
+    """Which kernels compute on the default device, in words."""
+    if gpu := choice.gpu():
+        prelude = "Metal" if mx.metal.is_available() else "CUDA"
+        return f"{prelude}, on {gpu.architecture()}; checked {mode()}"
+    if choice.backend() is reference:
+        return "none: the reference backend computes everything"
+    from mlx_h2o import _ext
+
+    return f"CPU, {_ext.isa()}, {_ext.threads()} threads"
+
+
+def examine(quick: bool, progress: Callable[[str], None]) -> Iterator[tuple[str, Section]]:
+    """Every section by its name, as soon as it is done.
 
     Args:
-        plan: What.
-        told: Shows how far it is.
+        quick: Whether one of `QUICK` kernel variants and the least times are enough.
+        progress: Called with the name of each part as it begins.
     """
-    start = time.monotonic()
-    report = Report(machine())
-    try:
-        for name, part in _parts(plan, told, start, report).items():
-            if name in plan.parts:
-                told.about(name)
-                part()
-        report.complete = True
-    except KeyboardInterrupt as stop:
-        report.stopped = stop
-    report.seconds = time.monotonic() - start
-    return report
-
-
-def _parts(plan: Plan, told: Told, start: float, report: Report) -> dict[str, Callable[[], None]]:
-    """What makes each part, in order."""
-
-    def over(share: float) -> Over:
-        return lambda: time.monotonic() - start > share * 60 * plan.minutes
-
-    begun, every = report.begun, QUICK if plan.quick else 1
-    chip = chip_of(str(report.machine["device information"].get("device_name", "")))
-    return {
-        "kernels": lambda: checks.section(
-            begun, list(every_check())[::every], told, over(_KERNELS_UNTIL)
-        ),
-        "conversation": lambda: conversation.section(begun),
-        "timings": lambda: timings.section(
-            begun, plan.slots, plan.rounds, chip, told, over(_TIMINGS_UNTIL)
-        ),
-        "memory": lambda: held_memory.section(begun),
+    parts: dict[str, Callable[[], Section]] = {
+        "kernels": lambda: kernels_section(QUICK if quick else 1),
+        "conversation": conversation_section,
+        "memory": memory_section,
+        "times": lambda: times_section((1024,) if quick else (1024, 4096)),
     }
+    for name, part in parts.items():
+        progress(name)
+        yield name, part()
+
+
+def kernels_section(every: int = 1) -> Section:
+    """Kernel variants beside the definition: one of `every`."""
+    section = Section("kernel variants beside the definition")
+    kinds: dict[str, list[Verdict]] = {}
+    for check in itertools.islice(every_check(), 0, None, every):
+        verdict = check.verdict()
+        kinds.setdefault(verdict.variant.partition(" of ")[0], []).append(verdict)
+        if not verdict.usable:
+            section.failures.append(f"{verdict.variant}: {verdict.why}")
+    for kind, verdicts in kinds.items():
+        section.rows.append(
+            {
+                "kernels": kind,
+                "variants": len(verdicts),
+                "right": sum(verdict.usable for verdict in verdicts),
+                "worst error / tolerated": max(verdict.error for verdict in verdicts),
+                "seconds": sum(verdict.seconds for verdict in verdicts),
+            }
+        )
+    return section
+
+
+def conversation_section() -> Section:
+    """The embedded model with bounded caches that evict at every token.
+
+    The device's kernels and the definition get the same tokens, so that a choice between two words
+    that are as good as each other does not send them different ways; what is compared is the word
+    that each would say next.
+    """
+    prompt, tokens, slots = CONVERSATION
+    title = f"a conversation of {EMBEDDED_MODEL}, {prompt} + {tokens} tokens in {slots} slots"
+    section = Section(title)
+    model, tokenizer = load(EMBEDDED_MODEL)
+    text = tokenizer.encode(SAMPLE_TEXT.read_text())[: prompt + tokens]
+    for name, bits in ROWS.items():
+        start = time.perf_counter()
+        ours = _next_logits(model, text, prompt, slots, bits)
+        seconds = time.perf_counter() - start
+        with choice.only_reference():
+            exact = _next_logits(model, text, prompt, slots, bits)
+            word = ours.argmax(axis=-1, keepdims=True)
+            loss = exact.max(axis=-1, keepdims=True) - mx.take_along_axis(exact, word, axis=-1)
+            alike = int((loss <= TIE).sum().item())  # type: ignore[arg-type]
+            error = mx.abs(ours - exact).max().item()
+        section.rows.append(
+            {
+                "rows": name,
+                "words alike": alike,
+                "words": tokens,
+                "largest logit error": error,
+                "tokens/s": len(text) / seconds,
+            }
+        )
+        if alike < tokens:
+            section.failures.append(f"{tokens - alike} words of {tokens} differ, rows {name}")
+    return section
+
+
+def _next_logits(
+    model: nn.Module, text: list[int], prompt: int, slots: int, bits: int | None
+) -> mx.array:
+    """The logits after each token behind the prompt, `[tokens, vocabulary]` float32."""
+    cache = make_prompt_cache(model, slots, budgets="uniform", bits=bits)
+    mx.eval(model(mx.array([text[:prompt]]), cache=cache))
+    logits = []
+    for token in text[prompt:]:
+        logits.append(model(mx.array([[token]]), cache=cache)[0, -1].astype(mx.float32))
+        mx.eval(logits[-1])
+    return mx.stack(logits)
+
+
+def memory_section() -> Section:
+    """What a layer's `nbytes` says, and what MLX and the reserved ranges hold for it."""
+    prompt, slots, steps = MEMORY
+    section = Section(f"memory of a layer: {prompt} tokens into {slots} slots")
+    for name, bits in ROWS.items():
+        nbytes, memory, peak = _layer_memory(bits, prompt, slots, steps)
+        section.rows.append(
+            {"rows": name, "nbytes": nbytes, "memory": memory, "peak of the prompt": peak}
+        )
+        # Half a megabyte is for what belongs to no cache.
+        if memory > 1.05 * nbytes + (1 << 19):
+            section.failures.append(f"rows {name}: {memory:,} bytes in memory, nbytes {nbytes:,}")
+    return section
+
+
+def _layer_memory(bits: int | None, prompt: int, slots: int, steps: int) -> tuple[int, int, int]:
+    """`nbytes` of a layer, its bytes in memory, and at most during its prompt."""
+    mx.clear_cache()
+    before, in_ranges = mx.get_active_memory(), reserved_range.bytes_held()
+    mx.reset_peak_memory()
+    cache = _filled_layer(bits, prompt, slots)
+    peak = mx.get_peak_memory() - before + reserved_range.bytes_held() - in_ranges
+    for _ in range(steps):
+        mx.eval(_layer_step(cache, *_layer_rows(1)))
+    memory = mx.get_active_memory() - before + reserved_range.bytes_held() - in_ranges
+    return cache.nbytes, memory, peak
+
+
+def times_section(sizes: tuple[int, ...], rounds: int = 7) -> Section:
+    """One token of a layer: medians over rounds in which every call has its turn."""
+    dtype = str(_usual_dtype()).rpartition(".")[2]
+    section = Section(
+        f"one token of a layer ({QUERY_HEADS} query heads, {KV_HEADS} KV heads, width {WIDTH}, "
+        f"{dtype})"
+    )
+    for slots in sizes:
+        calls = _timed_calls(slots)
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(rounds + 1):  # the first is not counted: it compiles
+            for name, call in calls.items():
+                start = time.perf_counter()
+                mx.eval(call())
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+        medians = {name: statistics.median(some) for name, some in seconds.items()}
+        base = next(iter(medians.values()))
+        section.rows += [
+            {"call": name, "slots": slots, "us": 1e6 * median, "over MLX's": median / base}
+            for name, median in medians.items()
+        ]
+    return section
+
+
+def _timed_calls(slots: int) -> dict[str, Callable[[], mx.array]]:
+    """Attention and decode steps over so many slots, by name; MLX's own attention is the first."""
+    q, _, _ = _layer_rows(1)
+    _, k, v = _layer_rows(slots)
+    scale = WIDTH**-0.5
+
+    def with_scores() -> mx.array:
+        out, scores, lse = scaled_dot_product_attention_with_scores(q, k, v, scale=scale)
+        tied: mx.array = mx.depends(out, [scores, lse])
+        return tied
+
+    calls: dict[str, Callable[[], mx.array]] = {
+        "MLX's attention": lambda: mx.fast.scaled_dot_product_attention(q, k, v, scale=scale),
+        "attention with scores": with_scores,
+    }
+    for name, bits in ROWS.items():
+        cache, new = _filled_layer(bits, slots + 1, slots), _layer_rows(1)
+        calls[f"a decode step, {name}"] = lambda c=cache, n=new: _layer_step(c, *n)
+    return calls
+
+
+def _filled_layer(bits: int | None, prompt: int, slots: int) -> H2OKVCache:
+    """A layer that has read a prompt."""
+    cache = H2OKVCache(slots, bits=bits)
+    for start in range(0, prompt, CHUNK):
+        mx.eval(_layer_step(cache, *_layer_rows(min(CHUNK, prompt - start))))
+    return cache
+
+
+def _layer_step(cache: H2OKVCache, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    """Attention of new tokens, and their rows in the cache."""
+    mask = "causal" if q.shape[2] > 1 else None
+    return cache.attend(q, *cache.update_and_fetch(k, v), scale=WIDTH**-0.5, mask=mask)
+
+
+def _layer_rows(tokens: int) -> list[mx.array]:
+    """q `[1, Hq, tokens, D]`, k and v `[1, H, tokens, D]`, random."""
+    heads = (QUERY_HEADS, KV_HEADS, KV_HEADS)
+    rows = [mx.random.normal((1, h, tokens, WIDTH)).astype(_usual_dtype()) for h in heads]
+    mx.eval(rows)
+    return rows
+
+
+def _usual_dtype() -> mx.Dtype:
+    """Half on a GPU; float32 on a CPU, where 16-bit arithmetic is slow."""
+    return mx.float32 if choice.gpu() is None else mx.float16

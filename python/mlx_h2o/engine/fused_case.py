@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.attention.backends.choice import only_reference
-from mlx_h2o.attention.backends.verification.compared import (
+from mlx_h2o.attention.backends.self_check import (
     EXACT,
     MASS,
     OUT,
@@ -27,7 +27,7 @@ from mlx_h2o.attention.backends.verification.compared import (
     Tolerance,
     worst,
 )
-from mlx_h2o.attention.backends.verification.fused_variant import FusedVariant
+from mlx_h2o.attention.backends.self_check_variants import FusedVariant
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine.layer import Layer
@@ -70,8 +70,8 @@ def check(variant: FusedVariant, like: CacheSettings, step: Step) -> Error:
         in_exact = prompt.with_queries(exact[0][:, :, :tokens])
         theirs = _after_prompt(step, settings, in_exact, *exact[1:])
         expected = _decoded(step, theirs, in_exact, tuple(exact), tokens)
-    found = _decoded(step, ours, prompt, (q, k, v), tokens)
-    return worst(_pairs(variant, theirs, ours, expected, found))
+    outputs = _decoded(step, ours, prompt, (q, k, v), tokens)
+    return worst(_pairs(variant, theirs, ours, expected, outputs))
 
 
 def small_settings(variant: FusedVariant, like: CacheSettings) -> CacheSettings:
@@ -142,19 +142,19 @@ def _decoded(
 def _pairs(
     variant: FusedVariant,
     expected: Layer,
-    found: Layer,
+    computed: Layer,
     expected_outs: list[mx.array],
-    found_outs: list[mx.array],
+    computed_outs: list[mx.array],
 ) -> dict[str, Pair]:
     """The pairs of arrays to compare, by name."""
     tolerance = OUT[variant.dtype]
     with only_reference():
         pairs = {
             f"output {i}": Pair(*outs, tolerance)
-            for i, outs in enumerate(zip(found_outs, expected_outs, strict=True), 1)
+            for i, outs in enumerate(zip(computed_outs, expected_outs, strict=True), 1)
         }
         for run, _ in enumerate(expected.runs):
-            ours, theirs = _sorted(found, run), _sorted(expected, run)
+            ours, theirs = _sorted(computed, run), _sorted(expected, run)
             pairs[f"kept positions of run {run}"] = Pair(
                 ours["positions"], theirs["positions"], EXACT
             )
@@ -162,7 +162,7 @@ def _pairs(
                 own = MASS if "logits" not in str(variant.form[0]) else tolerance
                 pairs[f"scores of run {run}"] = Pair(ours["scores"], theirs["scores"], own)
         if expected.settings.remembers:
-            of_both = found.evictions.remainder.arrays, expected.evictions.remainder.arrays
+            of_both = computed.evictions.remainder.arrays, expected.evictions.remainder.arrays
             pairs |= {
                 name: Pair(of_both[0][name], of_both[1][name], STATISTICS) for name in of_both[1]
             }

@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from mlx_h2o.attention.backends.decoder import DecodeStep
 from mlx_h2o.attention.backends.decoders import accepts, step_together
-from mlx_h2o.attention.backends.verification.compared import Error
-from mlx_h2o.attention.backends.verification.fused_variant import FusedVariant
+from mlx_h2o.attention.backends.self_check import Error
+from mlx_h2o.attention.backends.self_check_variants import FusedVariant
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine import eviction, fused_case

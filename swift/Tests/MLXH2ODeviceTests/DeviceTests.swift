@@ -18,9 +18,9 @@ import Testing
         print(report.json)
         #expect(report.isGPU && !report.variants.isEmpty)
         for verdict in report.variants {
-            #expect(verdict.held, "\(verdict.variant): \(verdict.why)")
+            #expect(verdict.usable, "\(verdict.variant): \(verdict.why)")
         }
-        #expect(report.holds == report.variants.allSatisfy { $0.held })
+        #expect(report.holds == report.variants.allSatisfy { $0.usable })
     }
 
     #if os(Linux)

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
-from mlx_h2o.attention.backends.verification.fused_variant import Proof
+from mlx_h2o.attention.backends.self_check_variants import Proof
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 

@@ -21,16 +21,16 @@ from mlx_h2o.attention.backends import (
 from mlx_h2o.attention.backends.decoder import Decoder, Lent
 from mlx_h2o.attention.backends.launcher import Launcher
 from mlx_h2o.attention.backends.operands import Operands, Options, Ranges
-from mlx_h2o.attention.backends.tiling import MOST_QUERIES
-from mlx_h2o.attention.backends.verification import (
-    attention_case,
-    fused_variant,
-    mlx_attention,
+from mlx_h2o.attention.backends.self_check import SelfCheck
+from mlx_h2o.attention.backends.self_check_variants import (
+    AttentionVariant,
+    FusedVariant,
+    MLXVariant,
+    Proof,
+    check_attention,
+    check_mlx,
 )
-from mlx_h2o.attention.backends.verification.attention_case import AttentionVariant
-from mlx_h2o.attention.backends.verification.fused_variant import FusedVariant, Proof
-from mlx_h2o.attention.backends.verification.mlx_attention import MLXVariant
-from mlx_h2o.attention.backends.verification.verdicts import Verdicts
+from mlx_h2o.attention.backends.tiling import MOST_QUERIES
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.storage.packed import PackedRows, Rows
@@ -50,21 +50,16 @@ class Gpu:
     Attributes:
         launcher: The launcher, which builds and launches them.
         architecture: The GPU's name, by which work is shared out (`tiling.slots_per_block`).
-        verdicts: The verdicts on which variants of the kernels may be used.
+        self_check: The verdicts on which variants of the kernels may be used.
     """
 
     launcher: Launcher
     architecture: Callable[[], str] = default_architecture
-    verdicts: Verdicts = field(default=None, repr=False)  # type: ignore[assignment]
+    self_check: SelfCheck = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.verdicts is None:
-            self.verdicts = Verdicts(lambda: self.architecture(), self.text)
-
-    def text(self, kernel: str) -> str:
-        """The text that a kernel is compiled from, in one piece."""
-        text = self.launcher.text(kernel)
-        return text.header + text.body
+        if self.self_check is None:
+            self.self_check = SelfCheck(lambda: self.architecture())
 
     def pack(self, rows: mx.array, bits: int, group_size: int) -> PackedRows:
         """See `PackedRows.of`."""
@@ -158,9 +153,7 @@ class Gpu:
     def _proven(self, operation: str, call: Operands[Rows]) -> bool:
         """Whether the kernels of an operation agree with the definition on this device."""
         variant = AttentionVariant.of(operation, call.q, call.k, call.v, call.options)
-        return self.verdicts.usable(
-            variant, attention_case.KERNELS, lambda: attention_case.check(self, variant)
-        )
+        return self.self_check.usable(variant, lambda: check_attention(self, variant))
 
     def _mlx_is_right(self, call: Operands[Rows]) -> bool:
         """Whether MLX's own attention of such plain rows does here what the definition says."""
@@ -169,7 +162,7 @@ class Gpu:
         )
         if variant is None:
             return True
-        return self.verdicts.usable(variant, (), lambda: mlx_attention.check(variant))
+        return self.self_check.usable(variant, lambda: check_mlx(variant))
 
     def can_decode(
         self,
@@ -191,9 +184,7 @@ class Gpu:
         if settings.gpu_form is None or not gpu_decoder.supports(keys, values):
             return False
         variant = FusedVariant.of(settings, call, keys, values)
-        proven = self.verdicts.usable(
-            variant, fused_variant.KERNELS, lambda: proof(variant, settings)
-        )
+        proven = self.self_check.usable(variant, lambda: proof(variant, settings))
         return proven and gpu_decoder.writes_in_place(self.launcher)
 
     def decoder(self, lent: Lent, settings: CacheSettings) -> Decoder:

@@ -7,7 +7,7 @@ import Testing
 /// Kernels that are broken on purpose are not used, and the log says so (`make test-swift`, where
 /// tests/host_gpu breaks them).
 @Suite(.serialized, .enabled(if: ProcessInfo.processInfo.environment["HOST_GPU_BREAK"] != nil))
-struct KernelVerdictTests {
+struct KernelSelfCheckTests {
     @Test func brokenKernelsAreNotUsed() throws {
         let rows = RowStream(tokens: 30, width: 32)
         func outputs(_ usesKernels: Bool) throws -> MLXArray {

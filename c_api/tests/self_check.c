@@ -1,11 +1,10 @@
 // A conversation, and attention by itself, by the GPU's kernels and by MLX's operations
 // (tests/conformance/test_c_api.py). Prints a line of JSON: whether steps were fused, how far the
-// outputs of both are apart, whether the kept positions are the same, notices and all verdicts. The
-// argument, if there is one, is the folder of verdicts.
+// outputs of both are apart, whether the kept positions are the same, notices and all verdicts.
 #include <stdlib.h>
 #include <string.h>
 
-#define PROGRAM "verification"
+#define PROGRAM "self_check"
 #include "expect.h"
 #include "mlx_h2o.h"
 #include "numbers.h"
@@ -83,13 +82,12 @@ static float apart(mlx_array found, mlx_array expected) {
   return most;
 }
 
-int main(int argc, char** argv) {
+int main(void) {
   mlx_h2o_policy policy = mlx_h2o_policy_new();
   Outcome kernels, plain;
   s = mlx_default_cpu_stream_new();
   expect(!mlx_h2o_policy_named(&policy, "h2o"), "a policy");
   expect(!mlx_h2o_set_notice(count_notice, NULL), "a notice");
-  expect(argc < 2 || !mlx_h2o_set_cache_folder(argv[1]), "a folder");
   expect(mlx_h2o_verdicts(NULL) == 1, "verdicts without a place");
   converse(&kernels, policy);
   attend(&kernels);

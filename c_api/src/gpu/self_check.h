@@ -1,12 +1,38 @@
-// How far a kernel's outputs are from the definition's, in units of what is tolerated
-// (python/mlx_h2o/attention/backends/verification/compared.py).
+// GPU kernels prove themselves: each variant runs beside the definition before it is used
+// (python/mlx_h2o/attention/backends/self_check.py).
+//
+// A variant is all that decides which text a kernel compiles from. It is checked at its first use
+// in a process; one that raises, gives a NaN or differs by more than is tolerated is not used, and
+// MLX's own operations do its work.
 #pragma once
+
+#include <functional>
 
 #include "../attend.h"
 #include "../bridge.h"
-#include "verdicts.h"
+#include "../json.h"
 
 namespace mlx_h2o {
+
+// The largest error of a check: in units of what is tolerated, above 1 it is too much; which output
+// it is of, and what is wrong there.
+struct Deviation {
+  double size = 0;
+  std::string where;
+};
+
+// Whether a variant may be used on the GPU of the stream of the call; checked at its first use.
+// Raises where MLX_H2O_VERIFY says what there is not.
+//
+// `variant` names all that decides which texts it compiles. `check` runs it on a small case, beside
+// the definition, and may raise.
+bool usable(const std::string& variant, const std::function<Deviation()>& check);
+
+// Every verdict of this process, in order, as mlx_h2o_verdicts gives them.
+Json::List verdicts();
+
+// The function is called with the first variant of this process that is not used.
+void set_notice(void (*notice)(void* context, const char* message), void* context);
 
 // An error may be absolute + relative * |expected|.
 struct Tolerance {

@@ -1,1 +1,0 @@
-"""Verification of kernels on the device where they run, before they are used there."""
