@@ -22,6 +22,14 @@ SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+# Where ccache is installed, what was compiled once is not compiled again.
+ifneq ($(shell command -v ccache),)
+export CMAKE_C_COMPILER_LAUNCHER ?= ccache
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
+endif
+
 # A failed test fails the target that shows its output, too.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
@@ -34,21 +42,18 @@ QUICK_PYTEST := $(QUICK) $(BIN)/pytest -m "not slow"
 ELSEWHERE := --ignore tests/metal --ignore tests/conformance/test_c_api.py
 
 .PHONY: demo test test-all lint format bench clean
-.PHONY: quick-python quick-others quick-metal quick-native quick-swift
+.PHONY: quick-python quick-metal quick-native quick-swift
 .PHONY: test-python test-server test-caches test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx_h2o demo --out out
 
-# Everything a change can break, in ten minutes on two cores: Python beside what is mostly compilers.
-# The last lines are pytest's own.
-test: lint
+# Everything a change can break, in ten minutes on two cores: Python beside lint and what is mostly
+# compilers. The last lines are pytest's own.
+test: $(VENV)/.installed
 	mkdir -p $(LOGS)
-	$(MAKE) -j2 quick-python quick-others
+	$(MAKE) -j2 quick-python lint quick-metal quick-native quick-swift
 	@tail -q -n 1 $(addprefix $(LOGS)/,quick-native.log quick-metal.log quick-python.log)
-
-quick-others: $(VENV)/.installed
-	$(MAKE) -j1 quick-metal quick-native quick-swift
 
 # Without a network the tests of the real model are skipped.
 .PHONY: real-model

@@ -43,12 +43,22 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `pairwise`, all but a cover of their pairs are slow."""
+    """Of the cases of a test marked `pairwise`, all but a cover of their pairs are slow.
+
+    Of one marked `few(n)` all but n of these are.
+    """
     for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = list(group)
+        quick = [case for case in cases if not case.get_closest_marker("slow")]
         if cases[0].get_closest_marker("pairwise"):
-            for number in set(range(len(cases))) - cover([values_of(item) for item in cases]):
-                cases[number].add_marker("slow")
+            covered = cover([values_of(item) for item in cases])
+            quick = [case for number, case in enumerate(cases) if number in covered]
+        if few := cases[0].get_closest_marker("few"):
+            most = min(few.args[0], len(quick))
+            quick = [quick[i * len(quick) // most] for i in range(most)]
+        for case in cases:
+            if case not in quick:
+                case.add_marker("slow")
 
 
 def values_of(item: pytest.Item) -> dict[str, str]:

@@ -610,6 +610,7 @@ def long_talk(policy: str, batch: int = 1) -> tuple[list[mx.array], dict[str, mx
     return outs, cache.arrays()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", ["distinct", "h2o", "ema-logits", "tova", "keydiff"])
 def test_any_number_of_threads_gives_the_same_bits(policy, threads):
     """Outputs, scores, remainder and victims."""

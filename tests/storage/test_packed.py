@@ -207,6 +207,7 @@ def test_a_row_is_packed_once(bits, dtype):
                 assert mx.array_equal(fields[name + BIASES][0, head], packed.biases)
 
 
+@pytest.mark.few(6)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("policy", ["distinct", "salient", "h2o", "keydiff", "streaming"])
 @pytest.mark.parametrize("mode", ["uniform", "ragged"])
@@ -291,6 +292,7 @@ MEMORY = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("packing", "policy"), MEMORY, ids=str)
 @pytest.mark.usefixtures("one_operation_at_a_time")
 def test_a_prompt_takes_hardly_more_memory_than_with_dense_rows(packing, policy):

@@ -59,6 +59,7 @@ def test_as_many_tokens_as_16_bits_have_positions_for() -> None:
     assert mx.iinfo(NARROW).min == -1 - (FEW - 1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -143,6 +144,7 @@ def test_files_have_what_serves_and_older_ones_are_read() -> None:
             H2OKVCache.from_state((hurt, config))
 
 
+@pytest.mark.few(3)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("max_bytes", [60_000, 90_001])
 @pytest.mark.parametrize("undo", [0, 3])
@@ -169,6 +171,7 @@ def test_a_size_in_slots_keeps_its_meaning() -> None:
     assert held.size() == max(held.budgets) == fed(100, max_size=64).size()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budgets", ["uniform", None], ids=["uniform", "profile"])
 def test_a_model_s_caches_have_fewer_slots_from_there_on(budgets) -> None:
     model, _ = mlx_h2o.load("builtin:recall-4m")

@@ -333,6 +333,7 @@ FUSED = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("budgets", "policy", "dtype"), FUSED, ids=str)
 @pytest.mark.parametrize(
@@ -410,6 +411,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 # -- memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [nullcontext, only_reference], ids=["kernels", "reference"])
 def test_the_window_grows_with_the_tokens(backend):
     """With a budget of a million tokens the first one allocated room for two hundred thousand."""

@@ -447,6 +447,7 @@ def test_ten_million_rows_in_chunks() -> None:
     np.testing.assert_allclose(np.array(remainder.var_key)[0, 0], expected_var, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_ten_million_rows_one_by_one() -> None:
     """2000 heads lose 5000 rows each, one a step as in decoding: every head stays right."""
     steps, H = 5_000, 2_000

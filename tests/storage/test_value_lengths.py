@@ -78,6 +78,7 @@ def test_of_packed_values_the_ranges_of_groups_are_measured(bits: int) -> None:
     assert mx.isfinite(value_lengths(PackedRows.of(mx.zeros((2, 32)), bits, 32))).all().item()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("reference", [False, True], ids=["kernels", "reference"])
 @pytest.mark.parametrize("store", STORES)
 def test_every_token_has_its_own_value_s_length(store: str, reference: bool) -> None:
@@ -98,6 +99,7 @@ def test_every_token_has_its_own_value_s_length(store: str, reference: bool) -> 
     assert_each_has_its_own(cache, layer)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_the_kernels_rank_by_the_ranges_of_all_groups(width: int, dtype: mx.Dtype) -> None:

@@ -257,13 +257,12 @@ import Testing
     }
 
     #if os(macOS) || os(Linux)  // where exit tests exist
-        /// In a process of its own: the arrays of tests that run beside it would count. `make test`,
-        /// which sets MLX_H2O_STEP, takes a fifth of the steps.
+        /// In a process of its own: the arrays of tests that run beside it would count. `make test`
+        /// takes a fifth of the steps.
         @Test func twentyThousandStepsAtFlatMemory() async {
             await #expect(processExitsWith: .success) {
-                let quick = ProcessInfo.processInfo.environment["MLX_H2O_STEP"] != nil
                 for attends in [true, false] {
-                    try takeSteps(quick ? 4_000 : 20_000, attends: attends)
+                    try takeSteps(isQuick ? 4_000 : 20_000, attends: attends)
                 }
             }
         }

@@ -7,9 +7,10 @@ import Testing
 
 /// Files that were changed on purpose, digest and all: each is refused, or loaded and run.
 @Suite(.serialized) struct FileFuzzTests {
-    // More with MLX_H2O_FUZZ=5000 in the environment.
+    // More with MLX_H2O_FUZZ=5000 in the environment; `make test` takes few.
     static let mutants =
-        ProcessInfo.processInfo.environment["MLX_H2O_FUZZ"].flatMap { Int($0) } ?? 400
+        ProcessInfo.processInfo.environment["MLX_H2O_FUZZ"].flatMap { Int($0) }
+        ?? (isQuick ? 80 : 400)
 
     /// The issue's own: nothing may hang or take memory by what a header merely says.
     @Test(arguments: [

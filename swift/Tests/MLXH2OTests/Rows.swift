@@ -3,6 +3,14 @@ import MLX
 
 @testable import MLXH2O
 
+/// Whether this is `make test`, which sets MLX_H2O_STEP and leaves most cases to `make test-all`.
+let isQuick = ProcessInfo.processInfo.environment["MLX_H2O_STEP"] != nil
+
+/// All of some cases, or every `step`-th where ``isQuick``.
+func sampled<Case>(_ cases: [Case], step: Int) -> [Case] {
+    isQuick ? stride(from: 0, to: cases.count, by: step).map { cases[$0] } : cases
+}
+
 /// A seeded stream of queries, keys and values for one layer.
 struct RowStream {
     let queries: MLXArray

@@ -18,23 +18,30 @@ import Testing
         ]
     }
 
+    private typealias Store = (name: String, packing: H2OPacking)
+
+    private func policiesInStores() throws -> [(any H2OPolicy, Store)] {
+        try policies().flatMap { policy in
+            CacheTests.stores
+                .filter { $0.packing.recent == nil || policy.recentSlots(20) > 0 }
+                .map { (policy, $0) }
+        }
+    }
+
     /// A cache for every policy and store, with budgets of each head's own where it may have them.
     private func each(
         undo: Int, _ body: (_ make: () throws -> H2OKVCache, _ label: String) throws -> Void
     ) throws {
-        for policy in try policies() {
-            for (name, packing) in CacheTests.stores
-            where packing.recent == nil || policy.recentSlots(20) > 0 {
-                let budgets = policy.options.unit == .layer ? [24, 24] : [20, 28]
-                // Without the remainder nothing else is done otherwise.
-                let remainder = name != "packed"
-                try body(
-                    {
-                        try H2OKVCache(
-                            .heads(budgets), policy: policy, remainder: remainder,
-                            packing: packing, undo: undo)
-                    }, "\(policy.settings) \(name)")
-            }
+        for (policy, store) in sampled(try policiesInStores(), step: 4) {
+            let budgets = policy.options.unit == .layer ? [24, 24] : [20, 28]
+            // Without the remainder nothing else is done otherwise.
+            let remainder = store.name != "packed"
+            try body(
+                {
+                    try H2OKVCache(
+                        .heads(budgets), policy: policy, remainder: remainder,
+                        packing: store.packing, undo: undo)
+                }, "\(policy.settings) \(store.name)")
         }
     }
 
@@ -178,10 +185,11 @@ import Testing
 
     /// The journal is counted and bounded: also in a budget of bytes.
     @Test func memoryIsCountedAndBounded() throws {
+        let policies: [any H2OPolicy] = [
+            H2OPolicies.Distinct(), H2OPolicies.Streaming(), H2OPolicies.H2O(),
+        ]
         for (name, packing) in CacheTests.stores {
-            for policy in [H2OPolicies.Distinct(), H2OPolicies.Streaming(), H2OPolicies.H2O()]
-                as [any H2OPolicy]
-            {
+            for policy in sampled(policies, step: 2) {
                 if packing.recent != nil && policy.recentSlots(20) == 0 { continue }
                 let bytes = name == "dense" ? 40_000 : 16_000, rows = RowStream(tokens: 300)
                 let cache = try H2OKVCache(
