@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -241,8 +242,8 @@ def _timed_calls(slots: int) -> dict[str, Callable[[], mx.array]]:
         "attention with scores": with_scores,
     }
     for name, bits in ROWS.items():
-        cache, new = _filled_layer(bits, slots + 1, slots), _layer_rows(1)
-        calls[f"a decode step, {name}"] = lambda c=cache, n=new: _layer_step(c, *n)
+        cache = _filled_layer(bits, slots + 1, slots)
+        calls[f"a decode step, {name}"] = partial(_layer_step, cache, *_layer_rows(1))
     return calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -70,12 +71,16 @@ class Check(NamedTuple):
 def every_check() -> Iterator[Check]:
     """Checks of the default device's kernels and of MLX's own attention."""
     for variant in attention_variants():
-        yield Check(variant, lambda v=variant: check_attention(choice.gpu() or choice.backend(), v))
+        yield Check(variant, partial(_attention_error, variant))
     for fused, settings in fused_variants():
-        yield Check(fused, lambda v=fused, s=settings: prove_fused(v, s))
+        yield Check(fused, partial(prove_fused, fused, settings))
     for dtype, group in product(SHARED["dtype"], SHARED["group"]):
         mlxs = MLXVariant(dtype, (128, 128), group, queries=1, masked=False, sinks=False)
-        yield Check(mlxs, lambda v=mlxs: check_mlx(v))
+        yield Check(mlxs, partial(check_mlx, mlxs))
+
+
+def _attention_error(variant: AttentionVariant) -> Error:
+    return check_attention(choice.gpu() or choice.backend(), variant)
 
 
 def attention_variants() -> Iterator[AttentionVariant]:
