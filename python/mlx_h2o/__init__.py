@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mlx_h2o.caches.plain_rows import PlainRowsKVCache
     from mlx_h2o.caches.shared import SharedKVCache
     from mlx_h2o.calibration.calibrate import calibrate
-    from mlx_h2o.calibration.exact_kl import calibrate_exactly
     from mlx_h2o.calibration.scaling_build import frames_of
     from mlx_h2o.chat.pin_rules import PinRules, spans_for
     from mlx_h2o.engine.pins_and_turns import PinAnswer
@@ -71,7 +70,6 @@ _NAMES_OF_MODULES = {
     "caches.plain_rows": "PlainRowsKVCache",
     "caches.shared": "SharedKVCache",
     "calibration.calibrate": "calibrate",
-    "calibration.exact_kl": "calibrate_exactly",
     "calibration.scaling_build": "frames_of",
     "chat.pin_rules": "PinRules spans_for",
     "engine.pins_and_turns": "PinAnswer",
@@ -143,7 +141,6 @@ __all__ = [
     "attention_mass",
     "blas",
     "calibrate",
-    "calibrate_exactly",
     "compress_prompt",
     "describe",
     "frames_of",

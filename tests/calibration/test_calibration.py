@@ -10,11 +10,12 @@ import pytest
 import mlx_h2o
 from mlx_h2o.budgets import allocation
 from mlx_h2o.budgets.profile import FILE_NAME, Profile
-from mlx_h2o.calibration import calibrate, exact_kl
+from mlx_h2o.calibration import calibrate
 from mlx_h2o.cli import main
 from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.loading.load import CALIBRATION_TEXT, MODELS, SAMPLE_TEXT
 from mlx_h2o.storage.remainder import Remainder
+from research import exact_kl
 from tiny_models import tiny_model
 
 SHIPPED = MODELS / "recall-4m" / FILE_NAME

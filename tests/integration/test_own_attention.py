@@ -19,10 +19,11 @@ from mlx_h2o import Frame, H2OKVCache, PlainRowsKVCache, make_policy, make_promp
 from mlx_h2o.attention import ops
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.calibration import calibrate, exact_kl
+from mlx_h2o.calibration import calibrate
 from mlx_h2o.evaluate.side_by_side import side_by_side
 from mlx_h2o.integration import own_attention, routing
 from model_coverage import coverage_model
+from research import exact_kl
 from tiny_models import (
     TinyLayer,
     kept_positions,

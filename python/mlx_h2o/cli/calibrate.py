@@ -26,7 +26,6 @@ from mlx_h2o.calibration.calibrate import (
     calibrate_quickly,
 )
 from mlx_h2o.calibration.checkpoint import CalibratedLayers
-from mlx_h2o.calibration.exact_kl import calibrate_exactly
 from mlx_h2o.calibration.scaling_build import frame_tokens
 from mlx_h2o.cli.options import add_model_options, load_model, read_text
 from mlx_h2o.cli.tables import show
@@ -67,10 +66,6 @@ def add_parser(commands: Any) -> None:
         help=f"as at a model's first use: {QUICK_LENGTH} tokens, fewer sizes, and much less time",
     )  # fmt: skip
     parser.add_argument(
-        "--exact", action="store_true",
-        help="measure a window by KL divergence, one head and size at a time, instead",
-    )  # fmt: skip
-    parser.add_argument(
         "--out", type=Path, metavar="FILE",
         help=f"default: {FILE_NAME} beside the weights of a local model, else in the user's cache "
         "folder; there it is found again by itself",
@@ -88,15 +83,12 @@ def run(args: argparse.Namespace) -> None:
     text = read_text(args.text)
     if args.out:
         require_writable("--out", args.out)
-    if args.quick and args.exact:
-        raise ValueError("--quick and --exact are two ways of measuring: give one of them.")
     least = {"tokens": LEAST_TOKENS, "length": LEAST_TOKENS, "show": SMALLEST_BUDGET}
     for name, fewest in least.items():
         checks.whole(f"--{name}", getattr(args, name), fewest)
     model, tokenizer = load_model(args)
     kinds = profiled_kinds(model)
-    if not args.exact:
-        require_weighable(model)
+    require_weighable(model)
     identity = identity_by_kinds(model, kinds)
     out = args.out or place_for(model, identity)
     require_writable("--out", out)
@@ -108,17 +100,18 @@ def run(args: argparse.Namespace) -> None:
         **({"quick": True} if args.quick else {}),
     }
     with progress_bar("calibrating") as bar:
-        shared: dict[str, Any] = {"details": details, "progress": bar}
+        shared: dict[str, Any] = {
+            "policy": args.policy,
+            "frame_tokens": frame_tokens(tokenizer),
+            "kept": kept,
+            "details": details,
+            "progress": bar,
+        }
         tokens = tokenizer.encode(text)[: args.tokens]
-        if args.exact:
-            profile = calibrate_exactly(model, tokens, length=args.length, **shared)
+        if args.quick:
+            profile = calibrate_quickly(model, tokens, **shared)
         else:
-            framing = frame_tokens(tokenizer)
-            shared |= {"policy": args.policy, "frame_tokens": framing, "kept": kept}
-            if args.quick:
-                profile = calibrate_quickly(model, tokens, **shared)
-            else:
-                profile = calibrate(model, tokens, length=args.length, **shared)
+            profile = calibrate(model, tokens, length=args.length, **shared)
     write_kept(out, profile.save)
     kept.end()
     if args.json:

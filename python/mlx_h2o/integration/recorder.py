@@ -235,8 +235,8 @@ def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array
             if takes == width:
                 return module  # type: ignore[no-any-return]
     raise ValueError(
-        "No output projection was found in the model's attention, so heads cannot be weighed; use "
-        '`mlx_h2o calibrate --exact`, or budgets="uniform".'
+        "No output projection was found in the model's attention, so heads cannot be weighed; "
+        'use budgets="uniform".'
     )
 
 

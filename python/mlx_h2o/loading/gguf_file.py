@@ -114,7 +114,7 @@ class GGUFFile:
 
         Args:
             name: One of `shapes`.
-            dtype: Of the result; more than a chunk is never held in float32.
+            dtype: The dtype of the result; float32 is held for one chunk at a time alone.
 
         Raises:
             ValueError: It holds numbers of no weight.

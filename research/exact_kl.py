@@ -1,5 +1,7 @@
 """Exact calibration: the KL divergence caused by limiting one head alone.
 
+    python -m research.exact_kl --out FILE [--model MODEL] [--text FILE] [--tokens 2048]
+
 One pass over a text for each KV head and number of slots, with that head limited to sinks and a
 window, and a remainder. The loss is the change of the model's next-token distribution. Where a
 calibration by output errors (`calibration/calibrate.py`) orders heads differently, this is right.
@@ -7,7 +9,9 @@ calibration by output errors (`calibration/calibrate.py`) orders heads different
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -27,6 +31,7 @@ from mlx_h2o.integration.recorder import (
     trained_context,
     windows_of,
 )
+from mlx_h2o.loading.load import CALIBRATION_TEXT, EMBEDDED_MODEL, load
 from mlx_h2o.storage.remainder import SATURATION
 
 SINK = 4
@@ -206,3 +211,20 @@ def _log_probabilities(
     logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.eval(logits)
     return logits
+
+
+def main() -> None:
+    """Measure a model and write its profile."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=EMBEDDED_MODEL)
+    parser.add_argument("--text", type=Path, default=CALIBRATION_TEXT)
+    parser.add_argument("--tokens", type=int, default=2 * WINDOW)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    model, tokenizer = load(args.model)
+    tokens = tokenizer.encode(args.text.read_text(encoding="utf-8"))[: args.tokens]
+    calibrate_exactly(model, tokens, details={"text": args.text.name}).save(args.out)
+
+
+if __name__ == "__main__":
+    main()
