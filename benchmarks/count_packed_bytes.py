@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from benchmarks.find_harness import harness
-from mlx_h2o import Remainder, make_policy
+from mlx_h2o import make_policy
 from mlx_h2o.attention.backends import reference, step_launches
 from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_LSE, EXPORT_NOTHING
 from mlx_h2o.attention.backends.decoder import HeadPlan
@@ -25,6 +25,7 @@ from mlx_h2o.attention.backends.work import Ranges
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import PackedRows, Rows, dense
+from mlx_h2o.storage.remainder import Remainder
 from mlx_h2o.storage.slot_store import NARROW
 
 GPU = Gpu(Launcher(harness.metal_kernel, "metal"), lambda: "applegpu_g13g")

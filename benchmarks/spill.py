@@ -22,11 +22,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o import Returns, Spill, load, make_prompt_cache
+from mlx_h2o import Spill, load, make_prompt_cache
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.spill.layout import POSITIONS, LayerForm
 from mlx_h2o.spill.page_digests import PAGE
 from mlx_h2o.spill.row_file import RowFile
+from mlx_h2o.spill.setting import Returns
 
 #: Settings of the arms: the dtype's own rows, and packed ones.
 ARMS: dict[str, dict[str, Any]] = {"dense": {}, "8 bits": {"bits": 8}, "6 bits": {"bits": 6}}

@@ -17,10 +17,14 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
-from mlx_h2o import LatentKVCache, PlainRowsKVCache, SharedKVCache, make_prompt_cache
+from mlx_h2o import make_prompt_cache
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.latent import LatentKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
+from mlx_h2o.caches.shared import SharedKVCache
 from mlx_h2o.integration.refusals import NothingToBound
+from mlx_h2o.storage.key_scaling import Frame
 from model_configs import VOCABULARY, config_of
 from tiny_models import prompt_tokens, with_random_weights
 
@@ -133,13 +137,13 @@ def packs(cache: Sequence[Any]) -> bool:
     return not any(isinstance(e, LatentKVCache | PlainRowsKVCache) for _, e in entries(cache))
 
 
-def framed(cache: Sequence[Any]) -> list[mlx_h2o.Frame | None]:
+def framed(cache: Sequence[Any]) -> list[Frame | None]:
     """A frame for each cache of a model's list that may have one, once rows have come."""
-    frames: list[mlx_h2o.Frame | None] = []
+    frames: list[Frame | None] = []
     for entry in cache:
         if isinstance(entry, BoundedKVCache):
             shape = (entry.layer.types["keys"].heads, entry.layer.types["keys"].width)
-            frames.append(mlx_h2o.Frame(mx.zeros(shape), mx.full(shape, 2.0)))
+            frames.append(Frame(mx.zeros(shape), mx.full(shape, 2.0)))
         else:
             frames.append(None)
     return frames

@@ -8,27 +8,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_h2o._utils.blas import blas, use_openblas
-    from mlx_h2o.attention.ops import attention_mass, scaled_dot_product_attention_with_scores
+    from mlx_h2o._utils.blas import use_openblas
+    from mlx_h2o.attention.ops import (
+        scaled_dot_product_attention_quantized_with_scores,
+        scaled_dot_product_attention_with_scores,
+    )
     from mlx_h2o.budgets.options import CacheOptions
     from mlx_h2o.budgets.profile import Profile
-    from mlx_h2o.caches.batch import BatchH2OKVCache
     from mlx_h2o.caches.conversation import new_turn, pin, unpin
     from mlx_h2o.caches.describe import describe
     from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
     from mlx_h2o.caches.kv_cache import H2OKVCache
-    from mlx_h2o.caches.latent import LatentKVCache
-    from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-    from mlx_h2o.caches.shared import SharedKVCache
     from mlx_h2o.calibration.calibrate import calibrate
-    from mlx_h2o.calibration.scaling_build import frames_of
-    from mlx_h2o.chat.pin_rules import PinRules, spans_for
-    from mlx_h2o.engine.pins_and_turns import PinAnswer
     from mlx_h2o.loading.load import load
     from mlx_h2o.model_caches.compress import compress_prompt
     from mlx_h2o.model_caches.install import install, uninstall
     from mlx_h2o.model_caches.make import make_prompt_cache
-    from mlx_h2o.model_caches.memory_plan import MemoryPlan, plan
+    from mlx_h2o.model_caches.memory_plan import plan
     from mlx_h2o.model_caches.resize import resize
     from mlx_h2o.policies import (
         EMA,
@@ -44,47 +40,33 @@ if TYPE_CHECKING:
         SnapKV,
         Streaming,
         make_policy,
-        policy_names,
         register_policy,
-        register_preset,
     )
-    from mlx_h2o.policies.selection import accumulate, select_victims
-    from mlx_h2o.spill.setting import Returns, Spill
-    from mlx_h2o.storage.key_scaling import Frame
-    from mlx_h2o.storage.remainder import Remainder
+    from mlx_h2o.spill.setting import Spill
 
 __version__ = "0.1.0"
 
 # Each module with the public names that it gives: those imported above, for type checkers.
 _NAMES_OF_MODULES = {
-    "_utils.blas": "blas use_openblas",
-    "attention.ops": "attention_mass scaled_dot_product_attention_with_scores",
+    "_utils.blas": "use_openblas",
+    "attention.ops": "scaled_dot_product_attention_quantized_with_scores "
+    "scaled_dot_product_attention_with_scores",
     "budgets.options": "CacheOptions",
     "budgets.profile": "Profile",
-    "caches.batch": "BatchH2OKVCache",
     "caches.conversation": "new_turn pin unpin",
     "caches.describe": "describe",
     "caches.files": "load_prompt_cache save_prompt_cache",
     "caches.kv_cache": "H2OKVCache",
-    "caches.latent": "LatentKVCache",
-    "caches.plain_rows": "PlainRowsKVCache",
-    "caches.shared": "SharedKVCache",
     "calibration.calibrate": "calibrate",
-    "calibration.scaling_build": "frames_of",
-    "chat.pin_rules": "PinRules spans_for",
-    "engine.pins_and_turns": "PinAnswer",
     "loading.load": "load",
     "model_caches.compress": "compress_prompt",
     "model_caches.install": "install uninstall",
     "model_caches.make": "make_prompt_cache",
-    "model_caches.memory_plan": "MemoryPlan plan",
+    "model_caches.memory_plan": "plan",
     "model_caches.resize": "resize",
-    "policies": "EMA H2O TOVA Distinct EMALogits KeyDiff Observation Policy Salient Slots SnapKV "
-    "Streaming make_policy policy_names register_policy register_preset",
-    "policies.selection": "accumulate select_victims",
-    "spill.setting": "Returns Spill",
-    "storage.key_scaling": "Frame",
-    "storage.remainder": "Remainder",
+    "policies": "EMA H2O TOVA Distinct EMALogits KeyDiff Observation "
+    "Policy Salient Slots SnapKV Streaming make_policy register_policy",
+    "spill.setting": "Spill",
 }
 _MODULE_OF = {
     name: f"{__name__}.{module}"
@@ -107,43 +89,29 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]
 
 
 __all__ = [
     "EMA",
     "H2O",
     "TOVA",
-    "BatchH2OKVCache",
     "CacheOptions",
     "Distinct",
     "EMALogits",
-    "Frame",
     "H2OKVCache",
     "KeyDiff",
-    "LatentKVCache",
-    "MemoryPlan",
     "Observation",
-    "PinAnswer",
-    "PinRules",
-    "PlainRowsKVCache",
     "Policy",
     "Profile",
-    "Remainder",
-    "Returns",
     "Salient",
-    "SharedKVCache",
     "Slots",
     "SnapKV",
     "Spill",
     "Streaming",
-    "accumulate",
-    "attention_mass",
-    "blas",
     "calibrate",
     "compress_prompt",
     "describe",
-    "frames_of",
     "install",
     "load",
     "load_prompt_cache",
@@ -152,14 +120,11 @@ __all__ = [
     "new_turn",
     "pin",
     "plan",
-    "policy_names",
     "register_policy",
-    "register_preset",
     "resize",
     "save_prompt_cache",
+    "scaled_dot_product_attention_quantized_with_scores",
     "scaled_dot_product_attention_with_scores",
-    "select_victims",
-    "spans_for",
     "uninstall",
     "unpin",
     "use_openblas",

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mlx_h2o
-from mlx_h2o import H2OKVCache, Policy, cli, make_policy, make_prompt_cache, policy_names
+from mlx_h2o import H2OKVCache, Policy, cli, make_policy, make_prompt_cache
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.byte_size import memory_size
 from mlx_h2o.budgets.allocation import TooManyPins, room_for_pins, scaled
@@ -24,7 +24,7 @@ from mlx_h2o.budgets.settings import CacheSettings, ModelSettings
 from mlx_h2o.cli.options import cache_settings
 from mlx_h2o.integration import routing
 from mlx_h2o.model_caches.install import NothingBounded
-from mlx_h2o.policies import register_policy
+from mlx_h2o.policies import policy_names, register_policy
 from mlx_h2o.policies.base import average_pool, maximum_pool
 from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.fields import pins_of, settings_of

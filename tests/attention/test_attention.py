@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrays import numpy_of
-from mlx_h2o import attention_mass, scaled_dot_product_attention_with_scores
+from mlx_h2o import scaled_dot_product_attention_with_scores
+from mlx_h2o.attention.ops import attention_mass
 
 B, N, D, DV = 2, 17, 8, 12
 SCALE = 0.31

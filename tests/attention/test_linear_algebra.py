@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import mlx_h2o
 from mlx_h2o._utils import blas
 from mlx_h2o.attention.backends import choice
 
@@ -132,7 +131,7 @@ import mlx.core
 import mlx_h2o
 mlx_h2o.use_openblas()
 from mlx_h2o._utils.blas import advice
-print(mlx_h2o.blas(), advice(), sep="; ")
+print(blas(), advice(), sep="; ")
 """
 
 
@@ -151,7 +150,7 @@ def test_openblas_is_used_unless_told_otherwise() -> None:
 def test_a_built_in_model_is_loaded_with_openblas() -> None:
     program = (
         "import mlx_h2o; mlx_h2o.load('builtin:recall-4m'); "
-        "import sys; print(mlx_h2o.blas(), file=sys.stdout)"
+        "import sys; print(blas(), file=sys.stdout)"
     )
     assert in_subprocess(program, HF_HUB_OFFLINE="1").startswith("OpenBLAS ")
 
@@ -192,7 +191,7 @@ def test_a_library_that_is_no_openblas_changes_nothing() -> None:
 
     _ext.restore_blas()
     linked = _ext.blas_file()
-    assert mlx_h2o.blas() == "reference BLAS"
+    assert blas() == "reference BLAS"
     for library in ("/nowhere/libopenblas.so", "libm.so.6", linked):
         assert _ext.redirect_blas(library, "") == 0
         assert _ext.blas_file() == linked

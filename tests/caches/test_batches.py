@@ -16,9 +16,11 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
 import mlx_h2o
-from mlx_h2o import BatchH2OKVCache, H2OKVCache, make_policy, policy_names
+from mlx_h2o import H2OKVCache, make_policy
+from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.loading.load import SAMPLE_TEXT, model_path
+from mlx_h2o.policies import policy_names
 from tiny_models import TinyLayer, prompt_tokens, tiny_model
 
 WIDTH = 32

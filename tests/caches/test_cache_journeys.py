@@ -21,11 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, policy_names, save_prompt_cache
+from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, save_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.engine.saved_state import used_only
+from mlx_h2o.policies import policy_names
 from mlx_h2o.storage.key_scaling import Frame
 from tiny_models import TinyLayer
 

@@ -6,16 +6,11 @@ import json
 
 import pytest
 
-from mlx_h2o import (
-    H2OKVCache,
-    LatentKVCache,
-    PlainRowsKVCache,
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_h2o import H2OKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_h2o.caches import kinds
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.latent import LatentKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from tiny_models import prefill, prompt_tokens, tiny_model
 
 KINDS = {

@@ -9,8 +9,9 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
-from mlx_h2o import LatentKVCache, make_prompt_cache
+from mlx_h2o import make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.caches.latent import LatentKVCache
 from model_coverage import coverage_model
 from tiny_models import kept_positions, prefill, prompt_tokens
 

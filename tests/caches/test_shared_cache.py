@@ -11,9 +11,10 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 
 import mlx_h2o
-from mlx_h2o import SharedKVCache, make_prompt_cache
+from mlx_h2o import make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings, ModelSettings, packing_of
 from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.shared import SharedKVCache
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.model_caches.make import bounded_caches
 from model_coverage import coverage_model

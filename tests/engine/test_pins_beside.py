@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import mlx_h2o
-from mlx_h2o import BatchH2OKVCache, H2OKVCache, SharedKVCache, make_policy, make_prompt_cache
+from mlx_h2o import H2OKVCache, make_policy, make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.batch import BatchH2OKVCache
+from mlx_h2o.caches.shared import SharedKVCache
 from mlx_h2o.storage.rope import Rope
 from model_coverage import coverage_model
 from tiny_models import Characters, TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model

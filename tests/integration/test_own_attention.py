@@ -15,13 +15,15 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
-from mlx_h2o import Frame, H2OKVCache, PlainRowsKVCache, make_policy, make_prompt_cache
+from mlx_h2o import H2OKVCache, make_policy, make_prompt_cache
 from mlx_h2o.attention import ops
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.calibration import calibrate
 from mlx_h2o.evaluate.side_by_side import side_by_side
 from mlx_h2o.integration import own_attention, routing
+from mlx_h2o.storage.key_scaling import Frame
 from model_coverage import coverage_model
 from research import exact_kl
 from tiny_models import (

@@ -5,9 +5,9 @@ import itertools
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o import Remainder
 from mlx_h2o.attention.backends.decoder import HeadPlan
 from mlx_h2o.attention.backends.step_launches import StepPlan
+from mlx_h2o.storage.remainder import Remainder
 
 OFFSET = 900
 SINK = 2

@@ -7,13 +7,14 @@ from harness import recorded
 from launched_on import OFFSET, SINK, plan_of
 
 from conftest import HOST
-from mlx_h2o import Remainder, make_policy
+from mlx_h2o import make_policy
 from mlx_h2o.attention.backends import step_launches
 from mlx_h2o.attention.backends.attention_launches import Attended
 from mlx_h2o.attention.backends.decoder import HeadPlan
 from mlx_h2o.attention.backends.step_launches import SlotArrays, StepPlan
 from mlx_h2o.policies import KernelPolicy, Observation, Slots, selection
 from mlx_h2o.policies.base import kernel_policy_of
+from mlx_h2o.storage.remainder import Remainder
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 

@@ -12,12 +12,12 @@ from launched_on import OFFSET, assert_close, evicted, mask_of, plan_of
 
 from conftest import HOST
 from covering import STEP, covering
-from mlx_h2o import Remainder
 from mlx_h2o.attention.backends import attention_launches, choice, metal, reference, step_launches
 from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
 from mlx_h2o.attention.backends.step_launches import SlotArrays
 from mlx_h2o.attention.ops import scaled_dot_product_attention_quantized_with_scores
 from mlx_h2o.storage.packed import BITS, GROUP_SIZES, PackedRows, dense
+from mlx_h2o.storage.remainder import Remainder
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Of the output: absolute, and relative where partial results are rounded too.

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import mlx_h2o
-from mlx_h2o import H2OKVCache, Slots, make_policy, policy_names
-from mlx_h2o.policies import Observation, base
+from mlx_h2o import H2OKVCache, Slots, make_policy
+from mlx_h2o.policies import Observation, base, policy_names, register_preset
+from mlx_h2o.policies.selection import select_victims
 from tiny_models import TinyLayer, kept_positions
 
 
@@ -40,9 +41,7 @@ def slots(scores, keys=None, values=None, *, positions=None, offset=None, evicte
 
 def order(policy, of: Slots) -> list[int]:
     """Slots from the first to go to the last."""
-    chosen = mlx_h2o.select_victims(
-        policy.priority(of), of.positions, of.evictable, of.positions.shape[-1]
-    )
+    chosen = select_victims(policy.priority(of), of.positions, of.evictable, of.positions.shape[-1])
     return chosen[0, 0].tolist()
 
 
@@ -373,7 +372,7 @@ def test_a_registered_policy_works_end_to_end(loud_values, budgets):
 
 
 def test_a_registered_policy_may_have_a_preset(loud_values):
-    mlx_h2o.register_preset("very-loud", loud_values, power=3.0)
+    register_preset("very-loud", loud_values, power=3.0)
     try:
         assert make_policy("very-loud").power == 3.0
         assert "very-loud" in policy_names()

@@ -17,6 +17,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
+from mlx_h2o.caches.batch import BatchH2OKVCache
 from model_coverage import coverage_model, model_names
 from tiny_models import prefill, prompt_tokens, tiny_model
 
@@ -90,13 +91,13 @@ def gemma2() -> nn.Module:
 def test_this_family_hands_array_masks(gemma2, monkeypatch):
     """Otherwise the tests below would test something else."""
     masks = []
-    own = mlx_h2o.BatchH2OKVCache.attend
+    own = BatchH2OKVCache.attend
 
     def attend(cache: Any, *args: Any, mask: Any = None, **kwargs: Any) -> Any:
         masks.append(mask)
         return own(cache, *args, mask=mask, **kwargs)
 
-    monkeypatch.setattr(mlx_h2o.BatchH2OKVCache, "attend", attend)
+    monkeypatch.setattr(BatchH2OKVCache, "attend", attend)
     require_as_alone(gemma2, ["new", "continued"])
     assert any(isinstance(mask, mx.array) for mask in masks)
 

@@ -9,13 +9,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_h2o import Frame, H2OKVCache, Profile, Returns, Spill, load, make_prompt_cache
+from mlx_h2o import H2OKVCache, Profile, Spill, load, make_prompt_cache
 from mlx_h2o.budgets.plan import FEWEST_CHOICES
 from mlx_h2o.budgets.profile import FILE_NAME
 from mlx_h2o.evaluate.recall import recall_task
 from mlx_h2o.loading.load import CALIBRATION_TEXT, EMBEDDED_MODEL, MODELS
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of
+from mlx_h2o.spill.setting import Returns
+from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.remainder import Remainder

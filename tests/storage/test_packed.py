@@ -9,16 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_h2o import (
-    H2OKVCache,
-    attention_mass,
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_h2o import H2OKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_h2o.attention.backends import reference
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.attention.ops import (
+    attention_mass,
     scaled_dot_product_attention,
     scaled_dot_product_attention_quantized_with_scores,
     scaled_dot_product_attention_with_mass,

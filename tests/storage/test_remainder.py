@@ -12,15 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_h2o import (
-    H2OKVCache,
-    Remainder,
-    describe,
-    make_policy,
-    scaled_dot_product_attention_with_scores,
-)
+from mlx_h2o import H2OKVCache, describe, make_policy, scaled_dot_product_attention_with_scores
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.storage.remainder import antithetic_signs, plain_rows_for
+from mlx_h2o.storage.remainder import Remainder, antithetic_signs, plain_rows_for
 from tiny_models import TinyLayer
 
 WIDTH, VALUE_WIDTH, SCALE = 8, 6, 8**-0.5

@@ -9,11 +9,12 @@ import mlx.nn as nn
 import pytest
 
 import mlx_h2o
-from mlx_h2o import Returns, Spill, make_prompt_cache
+from mlx_h2o import Spill, make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.loading.load import SAMPLE_TEXT, load
 from mlx_h2o.model_caches.make import spill_to
+from mlx_h2o.spill.setting import Returns
 from mlx_h2o.storage.rope import Rope, forgotten_after
 from model_coverage import coverage_model
 from tiny_models import TinyLayer, greedy_tokens, prompt_tokens

@@ -141,21 +141,23 @@ def scaled_dot_product_attention_quantized_with_scores(
     Args:
         q: Queries `[B, Hq, L, D]`.
         k_w: Words of the keys `[B, Hk, N, D * k_bits / 32]` uint32, in the format of `mx.quantize`.
-        k_s: The keys' scales `[B, Hk, N, D / group_size]`.
-        k_b: The keys' biases `[B, Hk, N, D / group_size]`.
-        v_w: Words of the values `[B, Hk, N, Dv * v_bits / 32]`.
-        v_s: The values' scales.
-        v_b: The values' biases.
+        k_s: The keys' scales `[B, Hk, N, D / group_size]`, in a floating dtype.
+        k_b: The keys' biases, of the same shape and dtype.
+        v_w: Words of the values `[B, Hk, N, Dv * v_bits / 32]` uint32.
+        v_s: The values' scales `[B, Hk, N, Dv / group_size]`, in a floating dtype.
+        v_b: The values' biases, of the same shape and dtype.
         scale: Factor on q.k.
         k_bits: Bits of keys: 2, 3, 4, 5, 6 or 8.
         v_bits: Bits of values: 2, 3, 4, 5, 6 or 8.
         group_size: 32, 64 or 128.
-        mask: As for dense keys.
-        sinks: As for dense keys.
+        mask: None, "causal", or an array that broadcasts to `[B, Hq, L, N]`: bool (True where a
+            query sees a key) or a float to be added to the logits.
+        sinks: One logit `[Hq]` for each query head, of a column without a value; or None.
         stream: The stream or device to compute on.
 
     Returns:
-        out, scores and lse as for dense keys.
+        out `[B, Hq, L, Dv]` in q's dtype; scores `[B, Hq, L, N]` float32 (logits: scaled, masked);
+        lse `[B, Hq, L]` float32, the log of the sum of their exponentials and the sinks'.
 
     Raises:
         ValueError: Shapes, dtypes, widths or the mask do not fit together.

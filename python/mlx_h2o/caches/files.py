@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
 import numpy as np
@@ -73,10 +73,29 @@ def require_savable(cache: Sequence[Any]) -> None:
             raise ValueError(f"Cannot save a {kind}: it is neither mlx-h2o's nor mlx-lm's cache.")
 
 
+@overload
+def load_prompt_cache(
+    file_name: str | Path, return_metadata: Literal[False] = False
+) -> list[Any]: ...
+
+
+@overload
+def load_prompt_cache(
+    file_name: str | Path, return_metadata: Literal[True]
+) -> tuple[list[Any], dict[str, str]]: ...
+
+
 def load_prompt_cache(
     file_name: str | Path, return_metadata: bool = False
 ) -> list[Any] | tuple[list[Any], dict[str, str]]:
     """Read a file of `save_prompt_cache`.
+
+    Args:
+        file_name: The file.
+        return_metadata: Whether to return what was saved beside the cache too.
+
+    Returns:
+        The cache of a model; with `return_metadata` a pair of it and the metadata.
 
     Raises:
         ValueError: The file is missing, truncated, foreign, changed, or of another version.

@@ -224,7 +224,6 @@ def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
         ValueError: The file is unreadable, or of another model.
     """
     cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
-    assert isinstance(metadata, dict)
     saved_with = metadata.get("model", args.model)
     if saved_with != args.model:
         raise ValueError(
@@ -232,7 +231,7 @@ def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
         )
     if len(cache) != len(stock_caches(model)):
         raise ValueError(f"{args.prompt_cache_file} is of another model than {args.model}.")
-    return list(cache)
+    return cache
 
 
 def prompt_tokens(

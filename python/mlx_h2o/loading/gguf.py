@@ -202,7 +202,8 @@ def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     scaling["factor"] = factors.max().item()
     periods = base ** (mx.arange(0, width, 2) / width)
     if scaling["factor"] >= 1 and factors.shape == periods.shape:
-        expected = Llama3RoPE(width, base=base, scaling_config=scaling)._freqs / periods
+        rope: Any = Llama3RoPE(width, base=base, scaling_config=scaling)
+        expected = rope["_freqs"] / periods
         if mx.allclose(factors, expected, rtol=1e-3).item():
             return scaling
     raise ValueError(
@@ -241,7 +242,13 @@ def empty_model(config: dict[str, Any]) -> nn.Module:
 
 
 def check_shapes(model: nn.Module, file: GGUFFile, places: dict[str, str]) -> None:
-    """Raise ValueError unless a file has the model's arrays, of its shapes, and no others."""
+    """Raise ValueError unless a file has the model's arrays, of its shapes, and no others.
+
+    Args:
+        model: The model from `empty_model`.
+        file: Its file.
+        places: The names from `places_of`.
+    """
     parameters: Any = tree_flatten(model.parameters())
     wanted = {name: array.shape for name, array in parameters}
     for name, place in sorted(places.items()):
@@ -276,7 +283,7 @@ def fill(model: nn.Module, file: GGUFFile, places: dict[str, str], dtype: mx.Dty
     Args:
         model: The model from `empty_model`.
         file: Its file.
-        places: From `places_of`.
+        places: The names from `places_of`.
         dtype: The weights' dtype.
 
     Raises:

@@ -37,7 +37,7 @@ class Metadata(dict[str, Any]):
         return value
 
     def whole(self, key: str, least: int, most: int, default: int | None = None) -> int:
-        """A whole number from `least` to `most`."""
+        """A whole number from `least` to `most`; see the class."""
         return checks.whole(f"The GGUF file's {key}", self._value(key, default), least, most)
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -55,7 +55,7 @@ class Metadata(dict[str, Any]):
         return value
 
     def items(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:  # type: ignore[override]
-        """An array of `str`, `int` or `float`."""
+        """An array of `str`, `int` or `float`; see the class."""
         values = self._value(key, default)
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
             raise ValueError(f"The GGUF file's {key} must be an array of {kind.__name__}.")

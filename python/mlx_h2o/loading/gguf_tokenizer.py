@@ -82,6 +82,11 @@ def sentencepiece_bpe(metadata: Metadata, tokens: list[str], types: list[int]) -
     SentencePiece joins the two neighbours that give the token of the highest score, so the merges
     are all splits of a token into two, by its score.
 
+    Args:
+        metadata: The file's metadata.
+        tokens: Its tokens.
+        types: The kind of each token.
+
     Raises:
         ValueError: There is not a score for each token.
     """

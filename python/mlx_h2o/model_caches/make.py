@@ -42,7 +42,22 @@ def make_prompt_cache(
         model: An mlx-lm model.
         max_size: Tokens' worth of memory per KV head, on average, the remainder included. The
             alternative is `max_bytes`.
-        options: The options that `CacheOptions` explains.
+        **options: All optional; `CacheOptions` explains each at length.
+
+            max_bytes: Bytes for all layers, "64MB", or "25%" of a 16-bit cache of `context` tokens.
+            context: The most tokens of a conversation.
+            policy: A name ("salient", "h2o", ...) or a policy, `Salient(mass_weight=0.5)`.
+            remainder: Whether evicted tokens keep contributing (default: True).
+            budgets: The shares of slots among heads: "uniform", a `Profile`, or its path.
+            bits, k_bits, v_bits: Bits of packed keys and values, 2 to 8; 16 for dense rows.
+            group_size: Packed elements that share a scale: 32, 64 or 128.
+            recent_bits: Bits of the newest tokens.
+            undo: Last tokens that can be taken back, for speculative decoding.
+            frames: Key scaling of packed keys, one for each cache, or "none".
+            positions: "rolling" shows queries the kept keys without gaps (default: "absolute").
+            pins: Pairs (first, one past the last) of positions that are never evicted.
+            profile: "never" measures no model without a profile (default: "first use").
+            spill: A folder for a file of rows from which evicted rows come back, or "auto".
 
     Returns:
         A cache for each entry of the model's own list, to be passed on as `prompt_cache`.
