@@ -216,12 +216,12 @@ def main() -> None:
         args.alone_minutes = args.minutes / 8
     args.alone = min(args.alone, args.streams)
     bound = memory_size("--kv-memory", args.kv_memory)
-    common = ["--port", str(args.port), "--decode-concurrency", str(args.streams)]
-    common += ["--prompt-cache-size", str(args.streams)]
-    own = ["--max-kv-size", str(args.max_kv_size), "--kv-memory", args.kv_memory, *common]
+    own = ["--port", str(args.port), "--max-kv-size", str(args.max_kv_size)]
+    own += ["--kv-memory", args.kv_memory, "--queue", str(args.streams)]
     command = [sys.executable, "-m", "mlx_h2o", "serve", "--model", args.model, *own]
     ours = soak("mlx_h2o serve", command, args.minutes, args)
-    stock = ["--model", model_path(args.model), *common]
+    stock = ["--model", model_path(args.model), "--port", str(args.port)]
+    stock += ["--decode-concurrency", str(args.streams), "--prompt-cache-size", str(args.streams)]
     command = [sys.executable, "-m", "benchmarks.stock_server", *stock]
     theirs = soak("mlx_lm.server", command, args.stock_minutes, args)
     print(

@@ -24,7 +24,7 @@ from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.cli import main
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.recorder import one_budget_because
-from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.memory import most_bytes
 from model_configs import VOCABULARY
 from model_coverage import (
     BOUNDED,

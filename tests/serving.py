@@ -6,17 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-import mlx_lm
+import mlx.core as mx
 import openai
+from mlx_lm.generate import generate_step
 
 import mlx_h2o
 from mlx_h2o.loading.load import SAMPLE_TEXT
-from mlx_h2o.serve.generator import BoundedGenerator
+from mlx_h2o.serve.answer import Detokenizer
+from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.listening import Server
-from mlx_h2o.serve.running import ServerSettings, serve
+from mlx_h2o.serve.model import ModelChoice
+from mlx_h2o.serve.scheduler import EngineSettings, Scheduler
 
 MODEL = "builtin:recall-4m"
 WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
@@ -29,11 +32,15 @@ class Running:
     """A server in a thread of this process."""
 
     httpd: Server
-    generator: BoundedGenerator
+    scheduler: Scheduler
+
+    @property
+    def port(self) -> int:
+        return self.httpd.server_port
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.httpd.server_port}"
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def client(self) -> openai.OpenAI:
@@ -48,23 +55,27 @@ class Running:
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[Running]:
-    options = settings.pop("options", [])
+    """A server; the settings are those of `EngineSettings` and of `ServerSettings`."""
     settings.setdefault("defaults", {"max_size": SIZE})
+    settings.setdefault("model", ModelChoice(MODEL))
+    own = {one.name for one in fields(EngineSettings)}
+    # Both have limits; here they are those of a connection.
+    engine = {name: value for name, value in settings.items() if name in own and name != "limits"}
+    rest = {name: value for name, value in settings.items() if name not in engine}
     ready: list[Running] = []
     begun = threading.Event()
 
-    def told(httpd: Server, generator: BoundedGenerator) -> None:
-        ready.append(Running(httpd, generator))
+    def listens(httpd: Server, scheduler: Scheduler) -> None:
+        ready.append(Running(httpd, scheduler))
         begun.set()
 
-    arguments = ["--model", MODEL, "--port", "0", "--allowed-origins", "", *options]
-    thread = threading.Thread(
-        target=serve, args=(ServerSettings(**settings), arguments, told), daemon=True
-    )
+    server = ServerSettings(EngineSettings(**engine), port=0, **rest)
+    thread = threading.Thread(target=serve, args=(server, listens), daemon=True)
     thread.start()
     until(lambda: begun.is_set() or not thread.is_alive(), 120)
     assert begun.is_set(), "the server did not start"
     try:
+        ready[0].scheduler.loaded.wait(120)
         yield ready[0]
     finally:
         ready[0].httpd.shutdown()
@@ -83,8 +94,17 @@ def words(first: int, count: int) -> str:
     return " ".join(WORDS[first : first + count])
 
 
-def alone(loaded: Any, prompt: str, tokens: int = 8, **settings: Any) -> str:
+def alone(loaded: Any, prompt: str, tokens: int = 8, chunk: int = 512, **settings: Any) -> str:
     """What a prompt gets by itself."""
     model, tokenizer = loaded
     cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
-    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=tokens, prompt_cache=cache)
+    ids = tokenizer.encode(prompt)
+    steps = generate_step(
+        mx.array(ids), model, max_tokens=tokens, prompt_cache=cache, prefill_step_size=chunk
+    )
+    text, detokenizer = "", Detokenizer(tokenizer, ids)
+    for token, _ in steps:
+        if token in tokenizer.eos_token_ids:
+            return text
+        text += detokenizer.add(int(token))
+    return text + detokenizer.finish()

@@ -26,8 +26,8 @@ from mlx_h2o.integration import routing
 from mlx_h2o.model_caches.install import NothingBounded
 from mlx_h2o.policies import policy_names, register_policy
 from mlx_h2o.policies.base import average_pool, maximum_pool
-from mlx_h2o.serve.asked_pins import AskedPins
-from mlx_h2o.serve.fields import pins_of, settings_of
+from mlx_h2o.serve import protocol
+from mlx_h2o.serve.pins import PinRequest
 from tiny_models import TinyLayer, tiny_model
 
 #: Seconds of processor time that one answer may take; most take milliseconds.
@@ -180,13 +180,13 @@ def test_a_size_beyond_positions_is_refused_by_name():
 def test_settings_of_a_request(name, value):
     known = policies_with(name)
     own = {name: value} | ({"policy": known[0]} if known else {})
-    ends_well(name, lambda: settings_of({"mlx_h2o": own}, {"max_size": 64}))
+    ends_well(name, lambda: protocol.cache_settings(own, {"max_size": 64}))
 
 
 @unhurried
 @given(values)
 def test_pins_of_a_request(value):
-    ends_well("pins", lambda: pins_of({"mlx_h2o": {"pins": value}}, AskedPins()))
+    ends_well("pins", lambda: PinRequest.of(value))
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_a_mistyped_name_is_answered_with_the_nearest(said, near):
         lambda: make_prompt_cache(model, **said),
         lambda: mlx_h2o.install(**said),
         lambda: ModelSettings.of(**said),
-        lambda: settings_of({"mlx_h2o": said}, {}),
+        lambda: protocol.cache_settings(said, {}),
     ):
         if "pinz" in said and "install" in make.__code__.co_names:
             continue  # which has no pins

@@ -1,7 +1,6 @@
 """A model without a profile is measured when a size in bytes first asks for one, and only once."""
 
 import sys
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +17,7 @@ from mlx_h2o.cli.evaluate import contenders_of
 from mlx_h2o.evaluate.tuning import tuned_contenders
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.recorder import Watcher, require_weighable, watched
-from mlx_h2o.serve.plans import Plans
+from mlx_h2o.serve.model import ServedModel
 from tiny_models import prompt_tokens, tiny_model
 
 SIZE = {"max_bytes": "40%", "context": 96}
@@ -172,13 +171,14 @@ def test_a_damaged_profile_of_another_model_is_passed_over():
 
 def test_the_server_measures_when_it_loads_and_in_no_request(capsys):
     model = model_of(107)
-    plans = Plans(SimpleNamespace(require=lambda: model), None)
-    cache, _ = plans.of("a request", SIZE)
+    served = ServedModel.__new__(ServedModel)
+    served.model, served._bound, served._plans = model, None, {}
+    cache = served.plan(SIZE).empty
     assert "no key scaling" in told(cache)
     assert not kept()
     profile_at_load(model)
     assert len(kept()) == 1
-    cache, _ = plans.of("another", SIZE)
+    cache = served.plan({**SIZE, "sink": 4}).empty
     assert "expected loss" in told(cache)
     assert 'profile="never"' in capsys.readouterr().err
 

@@ -17,7 +17,8 @@ import mlx_h2o
 from mlx_h2o.evaluate.page import page as report_page
 from mlx_h2o.evaluate.sections import Curves, Rows, Section
 from mlx_h2o.loading.load import SAMPLE_TEXT
-from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.memory import most_bytes
+from mlx_h2o.serve.sampling import SamplingDefaults
 from serving import MODEL, SIZE, Running, serving, until
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -29,14 +30,14 @@ LEAST_CONTRAST = 4.5
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(options=["--max-tokens", "12"], bound=8 << 20) as running:
+    with serving(sampling=SamplingDefaults(12), bound=8 << 20) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[Running]:
     """A server whose smallest layer has room for a short system prompt."""
-    with serving(options=["--max-tokens", "12"], defaults={"max_size": 112}) as running:
+    with serving(sampling=SamplingDefaults(12), defaults={"max_size": 112}) as running:
         yield running
 
 
@@ -92,7 +93,7 @@ def say(page: Page, text: str) -> None:
 
 
 def fetched(server: Running, path: str = "") -> Any:
-    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", f"/h2o/conversations{path}")
     return json.loads(connection.getresponse().read())
 
@@ -126,6 +127,7 @@ def test_a_chat_is_watched_pinned_and_halved(browser, server):
         assert answer
         assert "".join(told["texts"]).rstrip().endswith(answer.rstrip())
         expect(page.locator("#status")).to_have_text(f"The model says: {answer}")
+        expect(page.locator("#said .more")).to_contain_text("Cut at its limit.")
         spans = shown_shares(page)
         assert (spans[0][0], spans[-1][1]) == (0, len(told["texts"]))
         for first, end, found, painted in spans:
@@ -398,7 +400,7 @@ def test_an_answer_can_be_stopped_and_the_chat_goes_on(browser):
         page.locator("#send").click()
         expect(page.locator("#send")).to_have_text("Send")
         expect(page.locator("#said .stopped")).to_have_count(1)
-        until(lambda: server.generator.accountant.running == 0)
+        until(lambda: server.scheduler.ledger.running == 0)
         page.locator("#new").click()
         expect(page.locator("#said li")).to_have_count(1)
         expect(page.locator("#question")).to_be_focused()
@@ -444,7 +446,7 @@ def test_stop_leaves_the_memory_view_whole(browser):
         until(lambda: page.evaluate("shown?.running === true"), 60)
         page.locator("#send").click()
         expect(page.locator("#send")).to_have_text("Send")
-        until(lambda: server.generator.accountant.running == 0)
+        until(lambda: server.scheduler.ledger.running == 0)
         page.evaluate("look(false)")
         expect(page.locator("#text")).to_be_visible()
         expect(page.locator("#nothing")).to_be_hidden()
@@ -497,7 +499,7 @@ def test_a_full_server_says_so_and_the_words_are_kept(browser):
         stream = server.client.completions.create(
             model=MODEL, prompt=words(0, 20), max_tokens=100_000, stream=True
         )
-        until(lambda: server.generator.accountant.running == 1)
+        until(lambda: server.scheduler.ledger.running == 1)
         page.locator("#question").fill("Are you there?")
         page.locator("#question").press("Enter")
         expect(page.locator("#problem")).to_contain_text("The queue is full. Try again in")

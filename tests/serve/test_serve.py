@@ -20,8 +20,10 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o.integration.stock_caches import stock_caches
-from mlx_h2o.serve.most_bytes import most_bytes
-from mlx_h2o.serve.running import ServerSettings, serve
+from mlx_h2o.serve.launch import ServerSettings, serve
+from mlx_h2o.serve.memory import most_bytes
+from mlx_h2o.serve.model import ModelChoice
+from mlx_h2o.serve.scheduler import EngineSettings
 from serving import MODEL, SIZE, Running, alone, serving, until, words
 from tiny_models import tiny_model
 
@@ -42,8 +44,7 @@ def plain() -> Iterator[Running]:
 
 def test_requests_side_by_side_get_what_each_gets_alone(plain, loaded):
     """Streaming and not, two of them with settings of their own."""
-    assert plain.generator.model_provider.loaded.wait(60)
-    assert plain.generator.model_provider.is_batchable
+    assert plain.scheduler.served.plan(plain.scheduler.settings.defaults).batches
     own = {"max_size": 64, "policy": "h2o", "remainder": False}
     cases = [(words(100 * i, 60 + 7 * i), {} if i < 3 else own) for i in range(5)]
 
@@ -94,6 +95,16 @@ def test_curl_streams(plain):
     assert json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
 
 
+def test_an_unknown_model_is_a_404_and_an_alias_is_known(plain):
+    with pytest.raises(openai.NotFoundError, match="does not exist") as refused:
+        plain.client.completions.create(model="gpt-9", prompt="x", max_tokens=1)
+    assert refused.value.code == "model_not_found"
+    with serving(aliases=("gpt-4o",)) as running:
+        answer = running.client.completions.create(model="gpt-4o", prompt="x", max_tokens=1)
+        assert answer.model == MODEL
+        assert [one.id for one in running.client.models.list()] == [MODEL, "gpt-4o"]
+
+
 def test_a_seed_is_honoured(plain):
     options = {"seed": 5, "extra_body": None}
     sampled = [
@@ -116,14 +127,13 @@ def test_a_seed_is_honoured(plain):
         ({"mlx_h2o": {"policy": "h2p"}}, "no policy 'h2p'"),
         ({"mlx_h2o": {"sonk": 3}}, "no setting sonk"),
         ({"mlx_h2o": {"budgets": "/etc/passwd"}}, "only when the server is started"),
-        ({"mlx_h2o": 5}, "must be an object"),
+        ({"mlx_h2o": 5}, "mlx_h2o: Input should be an object"),
         ({"kv_bits": 4}, "kv_bits is not served"),
-        ({"adapters": "/tmp"}, "adapters are not served"),
-        ({"model": "/etc"}, "serves 'builtin:recall-4m' alone"),
+        ({"adapters": "/tmp"}, "adapters is not served"),
         ({"draft_model": "other"}, "draft_model"),
-        ({"n": 5}, "n must be from 1 to 4"),
-        ({"response_format": {"type": "yaml"}}, "response_format.type must be"),
-        ({"stop": [1]}, "stop must be"),
+        ({"n": 5}, "n: Input should be less than or equal to 4"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type: Input should be"),
+        ({"stop": [1]}, "stop: Input should be"),
         ({"stop": ""}, None),
         ({"top_k": 10**9}, "top_k"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
@@ -136,14 +146,14 @@ def test_a_seed_is_honoured(plain):
 )
 def test_what_cannot_be_honoured_is_refused_with_the_reason(plain, extra, message):
     body = {"model": MODEL, "prompt": words(0, 9), "max_tokens": 2} | extra
-    connection = HTTPConnection("127.0.0.1", plain.httpd.server_port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", plain.port, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()
     text = answer.read().decode()
     assert answer.status == (200 if message is None else 400), text
     if message is not None:
         assert message in json.dumps(json.loads(text), ensure_ascii=False)
-    assert plain.generator.is_healthy
+    assert plain.scheduler.is_alive
 
 
 def raw(port: int, request: bytes) -> bytes:
@@ -165,7 +175,7 @@ def raw(port: int, request: bytes) -> bytes:
 )
 def test_bodies_that_are_none_are_refused(plain, head, body, status):
     lines = "POST /v1/completions HTTP/1.1\r\nHost: here\r\n" + (f"{head}\r\n" if head else "")
-    answer = raw(plain.httpd.server_port, lines.encode() + b"\r\n" + body)
+    answer = raw(plain.port, lines.encode() + b"\r\n" + body)
     assert answer.split()[1] == str(status).encode()
 
 
@@ -181,7 +191,7 @@ def test_messages_may_name_no_file_and_no_other_server(plain):
 def test_an_older_mlx_lm_is_refused_with_what_to_do_instead(monkeypatch):
     monkeypatch.setattr(mlx_lm, "__version__", "0.31.3")
     with pytest.raises(ValueError, match=r"needs mlx-lm 0\.32\.2 or later; this is 0\.31\.3"):
-        serve(ServerSettings(), [])
+        serve(ServerSettings(EngineSettings(ModelChoice(MODEL))))
 
 
 # -- the bound ------------------------------------------------------------------------------------
@@ -197,15 +207,15 @@ def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(lo
         with ThreadPoolExecutor(7) as pool:
             answers = list(pool.map(lambda prompt: running.ask(prompt, 24), prompts))
         assert answers == [alone(loaded, prompt, 24) for prompt in prompts]
-        generator = running.generator
-        until(lambda: generator.accountant.running == 0)
-        assert need < generator.accountant.bytes().peak <= bound
-        assert generator.conversations.nbytes <= bound
-        assert generator.conversations.shrunk > 0
-        assert generator.conversations.forgotten > 0
+        scheduler = running.scheduler
+        until(lambda: scheduler.ledger.running == 0)
+        assert need < scheduler.ledger.bytes().peak <= bound
+        assert scheduler.conversations.nbytes <= bound
+        assert scheduler.conversations.shrunk > 0
+        assert scheduler.conversations.forgotten > 0
         with pytest.raises(openai.BadRequestError, match="ask for fewer"):
             running.ask(words(0, 9), extra_body={"mlx_h2o": {"max_size": 4096}})
-        metrics = HTTPConnection("127.0.0.1", running.httpd.server_port, timeout=60)
+        metrics = HTTPConnection("127.0.0.1", running.port, timeout=60)
         metrics.request("GET", "/metrics")
         text = metrics.getresponse().read().decode()
         value = {
@@ -223,41 +233,36 @@ def test_layers_of_other_kinds_are_within_the_bound_too(family, loaded, monkeypa
     """Sliding windows and states: room for two and a half conversations, of five."""
     _, tokenizer = loaded
     model = tiny_model(family, vocab_size=tokenizer.vocab_size)
-    monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: (model, tokenizer))
+    monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, tokenizer))
     need = most_bytes(mlx_h2o.make_prompt_cache(model, SIZE), model, 32)
     bound = int(2.5 * need)
-    with serving(bound=bound, options=["--prefill-step-size", "32"]) as running:
+    with serving(bound=bound, chunk=32) as running:
         prompts = [words(150 * i, 40) for i in range(5)]
         with ThreadPoolExecutor(5) as pool:
             answers = list(pool.map(lambda prompt: running.ask(prompt, 12), prompts))
-        expected = [
-            mlx_lm.generate(
-                model, tokenizer, prompt, max_tokens=12, prefill_step_size=32,
-                prompt_cache=mlx_h2o.make_prompt_cache(model, SIZE),
-            )
-            for prompt in prompts
-        ]  # fmt: skip
+        expected = [alone((model, tokenizer), prompt, 12, 32) for prompt in prompts]
         assert answers == expected
-        until(lambda: running.generator.accountant.running == 0)
-        assert need < running.generator.accountant.bytes().peak <= bound
-        assert running.generator.conversations.nbytes <= bound
+        until(lambda: running.scheduler.ledger.running == 0)
+        assert need < running.scheduler.ledger.bytes().peak <= bound
+        assert running.scheduler.conversations.nbytes <= bound
 
 
 def test_a_model_whose_bytes_are_not_known_is_refused_at_the_start(loaded, monkeypatch):
     model = tiny_model("llama")
-    monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: (model, loaded[1]))
-    monkeypatch.setattr("mlx_h2o.serve.plans.bounded_caches", lambda *_: stock_caches(model))
+    monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, loaded[1]))
+    monkeypatch.setattr("mlx_h2o.serve.model.bounded_caches", lambda *_: stock_caches(model))
+    engine = EngineSettings(ModelChoice(MODEL), {"max_size": SIZE}, bound=1 << 20)
     with pytest.raises(ValueError, match="has a KVCache, whose bytes are not known"):
-        serve(ServerSettings({"max_size": SIZE}, bound=1 << 20), ["--model", MODEL, "--port", "0"])
+        serve(ServerSettings(engine, port=0))
 
 
 def test_a_full_queue_is_told_when_to_come_again(loaded):
     need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
     with serving(bound=need, queue=1) as running, ThreadPoolExecutor(2) as pool:
         first = pool.submit(running.ask, words(0, 30), 300)
-        until(lambda: running.generator.accountant.running == 1)
+        until(lambda: running.scheduler.ledger.running == 1)
         second = pool.submit(running.ask, words(50, 30), 4)
-        until(lambda: running.generator.accountant.waiting == 1)
+        until(lambda: running.scheduler.waiting == 1)
         with pytest.raises(openai.RateLimitError) as refused:
             running.ask(words(90, 30))
         assert int(refused.value.response.headers["Retry-After"]) >= 1
@@ -269,25 +274,21 @@ def test_a_full_queue_is_told_when_to_come_again(loaded):
 def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
     need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
     with serving(bound=need) as running:
-        accountant = running.generator.accountant
+        scheduler = running.scheduler
         body = {"prompt": words(0, 30), "max_tokens": 100_000, "stream": stream}
         clients = []
         for count in range(1 + waiting):
-            client = HTTPConnection("127.0.0.1", running.httpd.server_port, timeout=60)
+            client = HTTPConnection("127.0.0.1", running.port, timeout=60)
             client.request("POST", "/v1/completions", json.dumps(body))
             clients.append(client)
-            until(lambda count=count: accountant.running + accountant.waiting == count + 1)
+            until(lambda count=count: scheduler.ledger.running + scheduler.waiting == count + 1)
         for client in reversed(clients):
             client.sock.shutdown(socket.SHUT_RDWR)
             client.close()
-        until(lambda: accountant.running == accountant.waiting == 0)
-        assert accountant.reserved == 0
+        until(lambda: scheduler.ledger.running == scheduler.waiting == 0)
+        assert scheduler.ledger.reserved == 0
         counted = 1 + waiting
-        until(
-            lambda: (
-                f'requests_total{{status="499"}} {counted}.0' in running.generator.metrics.text()
-            )
-        )
+        until(lambda: f'requests_total{{status="499"}} {counted}.0' in scheduler.metrics.text())
         assert running.ask(words(40, 20), 4) == alone(loaded, words(40, 20), 4)
 
 
@@ -317,9 +318,7 @@ def test_a_kill_and_a_restart_lose_nothing_that_was_saved(tmp_path, loaded):
     """The second turn after the kill goes on from the first one's own caches."""
     folder = tmp_path / "sessions"
     turns = [words(0, 80), " And Anne said to Toby that"]
-    model, tokenizer = loaded
-    cache = mlx_h2o.make_prompt_cache(model, SIZE)
-    first = mlx_lm.generate(model, tokenizer, turns[0], max_tokens=6, prompt_cache=cache)
+    tokenizer, first = loaded[1], alone(loaded, turns[0], 6)
 
     def ask(port: int, prompt: str) -> Any:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
@@ -335,7 +334,7 @@ def test_a_kill_and_a_restart_lose_nothing_that_was_saved(tmp_path, loaded):
     (folder / "torn.safetensors").write_bytes(b"torn")
     process, port = started(folder, "--kv-memory", "64MB")
     try:
-        whole = f"{turns[0]} {first.lstrip()}{turns[1]}"
+        whole = f"{turns[0]}{first}{turns[1]}"
         second = ask(port, whole)
         known = second.usage.prompt_tokens_details.cached_tokens
         assert known > len(tokenizer.encode(turns[0]))

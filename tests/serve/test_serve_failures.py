@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any
 
-import mlx_lm.server
 import openai
 import pytest
 
 import mlx_h2o
-from mlx_h2o.serve.failures import Health
+from mlx_h2o.serve.sampling import Sampler
 from serving import MODEL, Running, alone, serving, until, words
 
 
@@ -30,7 +29,7 @@ def server() -> Iterator[Running]:
 
 
 def health(running: Running) -> tuple[int, dict[str, Any]]:
-    connection = HTTPConnection("127.0.0.1", running.httpd.server_port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", running.port, timeout=60)
     connection.request("GET", "/health")
     answer = connection.getresponse()
     return answer.status, json.loads(answer.read())
@@ -45,8 +44,7 @@ class Breaking:
     """
 
     def __init__(self, running: Running, monkeypatch: pytest.MonkeyPatch):
-        assert running.generator.provider.loaded.wait(60)
-        model = running.generator.provider.model
+        model = running.scheduler.served.model
         self.at, self.hold = 0, threading.Event()
         self.hold.set()
         own = type(model).__call__
@@ -69,7 +67,7 @@ def breaking(server, monkeypatch) -> Iterator[Breaking]:
     yield made
     made.at = 0
     made.hold.set()
-    until(lambda: server.generator.accountant.running == 0)
+    until(lambda: server.scheduler.ledger.running == 0)
 
 
 @pytest.mark.parametrize("rows", [1, 20])
@@ -82,7 +80,7 @@ def test_a_step_that_raises_is_a_500_with_the_reason_and_frees_its_bytes(
     status, told = health(server)
     assert (status, told["status"]) == (503, "failing")
     assert "out of memory" in told["last_failure"]
-    until(lambda: server.generator.accountant.reserved == 0)
+    until(lambda: server.scheduler.ledger.reserved == 0)
     assert server.ask(words(40, 30), 6) == alone(loaded, words(40, 30), 6)
     status, told = health(server)
     assert (status, told["status"]) == (200, "ok")
@@ -91,7 +89,7 @@ def test_a_step_that_raises_is_a_500_with_the_reason_and_frees_its_bytes(
 
 def test_a_stream_that_breaks_off_says_so_and_does_not_end_as_if_it_were_whole(server, breaking):
     body = {"prompt": words(0, 30), "max_tokens": 4000, "stream": True}
-    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()
     assert answer.readline().startswith((b"data: {", b": keepalive"))
@@ -105,13 +103,13 @@ def test_a_stream_that_breaks_off_says_so_and_does_not_end_as_if_it_were_whole(s
 def test_those_whom_it_does_not_concern_go_on(server, breaking, loaded, rows):
     """A prompt breaks beside a request that generates, or the other way round."""
     with ThreadPoolExecutor(2) as pool:
-        accountant = server.generator.accountant
+        scheduler = server.scheduler
         prompts = words(300 + 10 * rows, 30), words(600 + 10 * rows, 50)  # not known yet
         first = pool.submit(server.ask, prompts[0], 60)
-        until(lambda: server.generator.slots > 0)
+        until(lambda: server.scheduler.slots > 0)
         breaking.hold.clear()
         second = pool.submit(server.ask, prompts[1], 8)
-        until(lambda: accountant.running + accountant.waiting == 2)
+        until(lambda: not scheduler._inbox.empty())
         breaking.at = rows
         breaking.hold.set()
         broken, whole = (second, first) if rows > 1 else (first, second)
@@ -122,45 +120,45 @@ def test_those_whom_it_does_not_concern_go_on(server, breaking, loaded, rows):
 
 
 def test_a_sampler_that_raises_gives_its_own_request_alone_a_500(server, loaded, monkeypatch):
-    own = mlx_lm.server._make_sampler
+    own = Sampler.draw
 
-    def made(args: Any, tokenizer: Any) -> Any:
-        def raising(logprobs: Any) -> Any:
+    def draw(sampler: Any, logprobs: Any, number: int) -> Any:
+        if sampler.seed == 33:
             raise RuntimeError("no such token")
+        return own(sampler, logprobs, number)
 
-        return raising if args.max_tokens == 33 else own(args, tokenizer)
-
-    monkeypatch.setattr(mlx_lm.server, "_make_sampler", made)
+    monkeypatch.setattr(Sampler, "draw", draw)
+    monkeypatch.setattr(Sampler, "is_plain", False)
     with ThreadPoolExecutor(3) as pool:
         first, third = (pool.submit(server.ask, words(n, 30), 60) for n in (1200, 1300))
-        until(lambda: server.generator.slots > 0)
+        until(lambda: server.scheduler.slots > 0)
         with pytest.raises(openai.InternalServerError, match="no such token"):
-            server.ask(words(1250, 40), 33)
+            server.ask(words(1250, 40), 9, seed=33)
         assert first.result() == alone(loaded, words(1200, 30), 60)
         assert third.result() == alone(loaded, words(1300, 30), 60)
-    until(lambda: server.generator.accountant.reserved == 0)
+    until(lambda: server.scheduler.ledger.reserved == 0)
 
 
-def test_one_that_is_served_by_itself_gets_a_500_too(server, breaking, loaded):
+def test_one_with_a_seed_gets_a_500_too(server, breaking, loaded):
     breaking.at = 1
     with pytest.raises(openai.InternalServerError, match="out of memory"):
         server.ask(words(0, 30), 4, seed=3)
-    until(lambda: server.generator.accountant.reserved == 0)
+    until(lambda: server.scheduler.ledger.reserved == 0)
     assert server.ask(words(40, 30), 6) == alone(loaded, words(40, 30), 6)
 
 
 def test_a_loop_that_breaks_off_begins_anew(server, breaking, loaded, monkeypatch):
     """What goes wrong outside of a step fails all that run, and no one who comes later."""
-    generator = server.generator
+    scheduler = server.scheduler
 
-    def weighed(*_: Any) -> None:
-        raise KeyError("weighed")
+    def weigh(*_: Any) -> None:
+        raise KeyError("weigh")
 
-    monkeypatch.setattr(generator, "weighed", weighed)
+    monkeypatch.setattr(scheduler, "_weigh", weigh)
     with pytest.raises(openai.InternalServerError, match="KeyError"):
         server.ask(words(0, 30), 4)
     monkeypatch.undo()
-    assert generator.accountant.reserved == 0
+    assert scheduler.ledger.reserved == 0
     assert server.ask(words(40, 30), 6) == alone(loaded, words(40, 30), 6)
     assert health(server)[0] == 200
 
@@ -171,16 +169,4 @@ def test_what_cannot_be_kept_is_forgotten_and_answered(server, loaded, monkeypat
 
     monkeypatch.setattr("mlx_h2o.serve.conversations.pieces_of", refused)
     assert server.ask(words(90, 30), 6) == alone(loaded, words(90, 30), 6)
-    assert server.generator.is_healthy
-
-
-def test_health_tells_what_is_known():
-    state = Health()
-    assert state.told(loaded=True, alive=True)["status"] == "ok"
-    assert state.told(loaded=False, alive=True)["status"] == "loading"
-    state.failed(RuntimeError("no memory"))
-    told = {"status": "failing", "failures": 1, "last_failure": "RuntimeError: no memory"}
-    assert state.told(loaded=True, alive=True) == told
-    assert state.told(loaded=True, alive=False)["status"] == "unavailable"
-    state.worked()
-    assert state.told(loaded=True, alive=True) == told | {"status": "ok"}
+    assert server.scheduler.is_alive

@@ -23,10 +23,13 @@ import openai
 import pytest
 
 import mlx_h2o
-from mlx_h2o.serve.app import IGNORED, Doors
-from mlx_h2o.serve.bodies import MOST_DEPTH, MOST_DIGITS, parsed
-from mlx_h2o.serve.listening import Certificate, Limits
-from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.access import AccessRules
+from mlx_h2o.serve.app import IGNORED
+from mlx_h2o.serve.launch import ServerSettings, serve
+from mlx_h2o.serve.listening import Certificate, ConnectionLimits
+from mlx_h2o.serve.memory import most_bytes
+from mlx_h2o.serve.model import ModelChoice
+from mlx_h2o.serve.scheduler import EngineSettings
 from serving import MODEL, SIZE, Running, serving, until, words
 
 #: Short enough for tests, and long beside what the machine needs.
@@ -35,8 +38,8 @@ PATIENCE = 1.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    limits = Limits(connections=40, headers=PATIENCE, reading=PATIENCE)
-    with serving(limits=limits, doors=Doors(largest=100_000, patience=PATIENCE)) as running:
+    limits = ConnectionLimits(connections=40, headers=PATIENCE, reading=PATIENCE)
+    with serving(limits=limits, rules=AccessRules(largest=100_000, patience=PATIENCE)) as running:
         yield running
 
 
@@ -54,7 +57,9 @@ def asked(
 
 def is_error(told: Any, status: int) -> bool:
     error = told["error"]
-    return error["code"] == status and bool(error["message"]) and bool(error["type"])
+    words = {401: "invalid_api_key", 404: "model_not_found"}
+    known = error["code"] in (status, words.get(status))
+    return known and bool(error["message"]) and bool(error["type"])
 
 
 def spoken(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
@@ -89,40 +94,30 @@ def error_in(said: bytes) -> tuple[int, Any]:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"[" * 100_000, "deep"),
-        (b'{"a":' * 3000, "deep"),
-        (b"[" * (MOST_DEPTH + 1) + b"]" * (MOST_DEPTH + 1), "deep"),
-        (b'{"prompt": "x", "max_tokens": 1' + b"0" * 400 + b"}", "401 digits"),
-        (b'{"prompt": "x", "max_tokens": -1' + b"0" * 9000 + b"}", "digits"),
-        (b'{"prompt": "x", "temperature": 1e999}', "too large"),
-        (b'{"prompt": "x", "temperature": NaN}', "NaN"),
-        (b'{"prompt": "x", "temperature": -Infinity}', "Infinity"),
-        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"a":' * 3000, "JSON"),
+        (b'{"prompt": "x", "max_tokens": 1' + b"0" * 400 + b"}", "max_tokens"),
+        (b'{"prompt": "x", "max_tokens": -1' + b"0" * 9000 + b"}", "JSON"),
+        (b'{"prompt": "x", "messages": [], "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "x", "messages": [], "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "messages": [], "temperature": -Infinity}', "temperature"),
+        (b'{"prompt": "\\ud800"}', "JSON"),
         (b'{"prompt": "x", "\\udfff": 1}', "surrogate"),
-        (b"", "empty"),
-        (b" \n", "empty"),
-        (b"{", "no JSON"),
-        (b"\xff\xfe", "UTF-8"),
+        (b"", "JSON"),
+        (b" \n", "JSON"),
+        (b"{", "JSON"),
+        (b"\xff\xfe", "JSON"),
         (b"null", "JSON object"),
         (b'"x"', "JSON object"),
     ],
 )
 def test_bodies_that_say_nothing_sensible_are_refused_in_one_form(server, body, why):
     for path in ("/v1/completions", "/v1/chat/completions"):
-        status, told, _ = asked(server.httpd.server_port, path, body)
+        status, told, _ = asked(server.port, path, body)
         assert status == 400
         assert is_error(told, 400)
         assert why in told["error"]["message"]
         assert len(told["error"]["message"]) < 400
-
-
-def test_what_is_moderate_is_read():
-    deep = b"[" * MOST_DEPTH + b"]" * MOST_DEPTH
-    assert parsed(deep) == json.loads(deep)
-    number = b"-" + b"9" * (MOST_DIGITS - 1)
-    assert parsed(number) == int(number)
-    assert float(parsed(number)) < 0
-    assert parsed('{"a": "é"}'.encode()) == {"a": "é"}
 
 
 NUMBER_FIELDS = {
@@ -131,8 +126,8 @@ NUMBER_FIELDS = {
     "min_p": (-1, 1.5), "repetition_penalty": (-1, 101, 1e-9),
     "presence_penalty": (-101, 101), "frequency_penalty": (-101, 101),
     "repetition_context_size": (-1, 10**6 + 1), "presence_context_size": (-1, 10**6 + 1),
-    "frequency_context_size": (-1, 10**6 + 1), "xtc_probability": (-0.1, 1.1),
-    "xtc_threshold": (-0.1, 0.6), "top_logprobs": (-2, 21), "seed": (-(2**63) - 1, 2**64),
+    "frequency_context_size": (-1, 10**6 + 1), "top_logprobs": (-2, 21),
+    "seed": (-(2**63) - 1, 2**64),
     "n": (0, 5),
 }  # fmt: skip
 
@@ -142,7 +137,7 @@ def test_every_number_has_a_range(server, name):
     wrong = [*NUMBER_FIELDS[name], "1", True, [1], {}, 10**290, -(10**290)]
     for value in wrong:
         body = {"prompt": "x", name: value, "max_tokens": 1} | {name: value}
-        status, told, _ = asked(server.httpd.server_port, "/v1/completions", body)
+        status, told, _ = asked(server.port, "/v1/completions", body)
         assert status == 400, value
         assert name in told["error"]["message"]
 
@@ -150,30 +145,29 @@ def test_every_number_has_a_range(server, name):
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
-        (None, "messages must be"),
-        ([], "messages is empty"),
-        (["x"], "messages must be"),
-        ([{"content": "x"}], "needs a role"),
+        (None, "messages: "),
+        ([], "messages: "),
+        (["x"], "messages[0]: "),
+        ([{"content": "x"}], "messages[0].role"),
         ([{"role": "wizard", "content": "x"}], '"wizard"'),
-        ([{"role": "user"}], "messages[0] has no content"),
-        ([{"role": "user", "content": None}], "messages[0] has no content"),
-        ([{"role": "assistant", "content": None}], "messages[0] has no content"),
+        ([{"role": "user"}], "messages[0]: it has no content"),
+        ([{"role": "user", "content": None}], "messages[0]: it has no content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0]: its content"),
         ([{"role": "user", "content": [{}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "must have a text"),
-        ([{"role": "user", "content": [{"type": "audio"}]}], '"audio"'),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "'audio'"),
         ([{"role": "assistant", "tool_calls": [{}], "content": ""}], "tool_calls[0].function"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "tool_calls[0].function.arguments is no JSON",
+            "tool_calls[0].function.arguments: it is no JSON",
         ),
     ],
 )
 def test_messages_are_refused_by_name(server, messages, why):
     body = {"messages": messages, "max_tokens": 1}
-    status, told, _ = asked(server.httpd.server_port, "/v1/chat/completions", body)
+    status, told, _ = asked(server.port, "/v1/chat/completions", body)
     assert status == 400
     assert why in told["error"]["message"]
 
@@ -199,7 +193,7 @@ def test_messages_are_refused_by_name(server, messages, why):
 )
 def test_unknown_routes_and_methods_answer_in_one_form(server, method, path, status):
     body = {} if method in ("POST", "PUT") else None
-    got, told, headers = asked(server.httpd.server_port, path, body, method)
+    got, told, headers = asked(server.port, path, body, method)
     assert got == status
     assert is_error(told, status)
     assert len(told["error"]["message"]) < 400
@@ -219,10 +213,10 @@ def test_what_is_no_http_is_told_so_in_the_same_form(server):
         b"GET / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"y" * 200_000,
     ):
-        status, told = error_in(spoken(server.httpd.server_port, said))
+        status, told = error_in(spoken(server.port, said))
         assert status == 400
         assert is_error(told, 400)
-    assert asked(server.httpd.server_port, "/health")[0] == 200
+    assert asked(server.port, "/health")[0] == 200
 
 
 # -- the slow and the many ------------------------------------------------------------------------
@@ -244,7 +238,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 def test_slow_senders_are_sent_away(server, pieces):
     """Each byte comes in time, and the whole does not."""
     start = time.monotonic()
-    status, told = error_in(spoken(server.httpd.server_port, *pieces, pause=PATIENCE / 10))
+    status, told = error_in(spoken(server.port, *pieces, pause=PATIENCE / 10))
     assert status == 408
     assert is_error(told, 408)
     assert time.monotonic() - start >= PATIENCE
@@ -252,15 +246,13 @@ def test_slow_senders_are_sent_away(server, pieces):
 
 def test_a_chunked_body_is_limited_too(server):
     chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
-    said = spoken(
-        server.httpd.server_port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20
-    )
+    said = spoken(server.port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20)
     status, told = error_in(said)
     assert (status, is_error(told, 413)) == (413, True)
 
 
 def test_half_sent_bodies_hold_no_thread_and_connections_are_counted(server):
-    port = server.httpd.server_port
+    port = server.port
     until(lambda: threading.active_count() < 20)
     before = threading.active_count()
     half = HEAD + b"Content-Length: 900\r\n\r\n{"
@@ -287,20 +279,20 @@ def test_who_reads_nothing_is_dropped(server):
     body = json.dumps(wanted).encode()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 10)
-        client.connect(("127.0.0.1", server.httpd.server_port))
+        client.connect(("127.0.0.1", server.port))
         client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        accountant = server.generator.accountant
-        until(lambda: accountant.running == 4)
-        until(lambda: accountant.running == 0, 60)
-        assert accountant.reserved == 0
+        ledger = server.scheduler.ledger
+        until(lambda: ledger.running == 4)
+        until(lambda: ledger.running == 0, 60)
+        assert ledger.reserved == 0
 
 
 # -- keys, fields, TLS ----------------------------------------------------------------------------
 
 
 def test_a_key_is_needed_for_all_but_health():
-    with serving(doors=Doors(key="sesame")) as running:
-        port = running.httpd.server_port
+    with serving(rules=AccessRules(key="sesame")) as running:
+        port = running.port
         for path, body in (("/v1/models", None), ("/metrics", None), ("/", None),
                            ("/h2o/conversations", None), ("/v1/completions", {"prompt": "x"}),
                            ("/v1/nothing", None)):  # fmt: skip
@@ -322,21 +314,13 @@ def test_a_key_is_needed_for_all_but_health():
 def test_fields_that_are_not_known_are_named_in_a_header_and_once_in_the_log(server, caplog):
     body = {"prompt": "x", "max_tokens": 1, "typo_of_mine": 3, "verbosity": "low", "a\r\nb: c": 1}
     for _ in range(2):
-        status, _, headers = asked(server.httpd.server_port, "/v1/completions", body)
+        status, _, headers = asked(server.port, "/v1/completions", body)
         assert status == 200
         assert headers[IGNORED.lower()] == "typo_of_mine, verbosity"
         assert "b" not in headers
     assert caplog.text.count("typo_of_mine") == 1
     body = {"prompt": "x", "max_tokens": 1, "user": "me"}
-    assert IGNORED.lower() not in asked(server.httpd.server_port, "/v1/completions", body)[2]
-
-
-def test_a_strict_server_refuses_them():
-    with serving(doors=Doors(strict=True)) as running:
-        body = {"prompt": "x", "max_tokens": 1, "typo_of_mine": 3}
-        status, told, _ = asked(running.httpd.server_port, "/v1/completions", body)
-        assert status == 400
-        assert "typo_of_mine is not served" in told["error"]["message"]
+    assert IGNORED.lower() not in asked(server.port, "/v1/completions", body)[2]
 
 
 def test_https(tmp_path):
@@ -347,7 +331,7 @@ def test_https(tmp_path):
     certificate = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
     with serving(certificate=certificate) as running:
         context = ssl.create_default_context(cafile=files[1])
-        port = running.httpd.server_port
+        port = running.port
         with (
             socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as client,
@@ -368,14 +352,14 @@ def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_ru
     need = most_bytes(mlx_h2o.make_prompt_cache(mlx_h2o.load(MODEL)[0], SIZE))
     bound = 6 * need
     with serving(bound=bound) as running:
-        port, over, looks = running.httpd.server_port, [], 0
-        accountant = running.generator.accountant
+        port, over, looks = running.port, [], 0
+        ledger = running.scheduler.ledger
         done = threading.Event()
 
         def look() -> None:
             nonlocal looks
             while not done.is_set():
-                held = accountant.bytes()
+                held = ledger.bytes()
                 looks += 1
                 if held.running + held.idle > bound or held.peak > bound:
                     over.append(held)
@@ -402,9 +386,9 @@ def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_ru
         assert over == []
         assert all(one["running"] + one["idle"] <= bound for one in shown)
         assert any(one["running"] > 0 for one in shown)
-        until(lambda: accountant.running == 0)
-        assert accountant.bytes().running == accountant.reserved == 0
-        until(lambda: accountant.bytes().idle == running.generator.conversations.nbytes)
+        until(lambda: ledger.running == 0)
+        assert ledger.bytes().running == ledger.reserved == 0
+        until(lambda: ledger.bytes().idle == running.scheduler.conversations.nbytes)
 
 
 def values_in(port: int) -> dict[str, float]:
@@ -469,6 +453,4 @@ def test_a_port_in_use_is_an_error_in_one_line():
 
 
 def serve_at(port: int) -> None:
-    from mlx_h2o.serve.running import ServerSettings, serve
-
-    serve(ServerSettings({"max_size": SIZE}), ["--model", MODEL, f"--port={port}"])
+    serve(ServerSettings(EngineSettings(ModelChoice(MODEL), {"max_size": SIZE}), port=port))

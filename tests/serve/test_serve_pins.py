@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from http.client import HTTPConnection
 from typing import Any
 
-import mlx_lm
 import openai
 import pytest
 
 import mlx_h2o
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
-from mlx_h2o.serve.asked_pins import AskedPins
-from mlx_h2o.serve.patterns import MOST_SECONDS, check_pattern, matches
-from serving import MODEL, SIZE, Running, serving, until, words
+from mlx_h2o.serve.memory import most_bytes
+from mlx_h2o.serve.pins import PinRequest
+from serving import MODEL, SIZE, Running, alone, serving, until, words
 from tiny_models import kept_positions
 
 # Alike in all layers: a profile gives some so few slots that a sentence is too many.
@@ -43,12 +40,6 @@ def pins(**asked: Any) -> dict[str, Any]:
     return {"mlx_h2o": {"pins": asked}}
 
 
-def alone(loaded: Any, prompt: str, spans: Any, tokens: int = 12) -> str:
-    model, tokenizer = loaded
-    cache = mlx_h2o.make_prompt_cache(model, **SETTINGS, pins=spans)
-    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=tokens, prompt_cache=cache)
-
-
 def holds(cache: list[Any], *spans: tuple[int, int]) -> bool:
     wanted = {p for span in spans for p in range(*span)}
     return all(wanted <= set(head) for _, entry in entries(cache) for head in kept_positions(entry))
@@ -56,28 +47,28 @@ def holds(cache: list[Any], *spans: tuple[int, int]) -> bool:
 
 def newest(running: Running) -> Any:
     """The conversation that ended last."""
-    until(lambda: running.generator.accountant.running == 0)
+    until(lambda: running.scheduler.ledger.running == 0)
     time.sleep(0.05)  # it is kept after its last token is out
-    return [idle for idle in running.generator.conversations.idle if idle.kind == "assistant"][-1]
+    return [one for one in running.scheduler.conversations.entries if one.kind == "turn"][-1]
 
 
 # -- what is pinned -------------------------------------------------------------------------------
 
 
 def test_sequences_of_one_batch_have_each_its_own_pins(server, loaded):
-    """By text, by pattern, by tokens, and none; all get what each gets alone."""
+    """By text, by another, by tokens, and none; all get what each gets alone."""
     text = f"{words(0, 20)}. The Fee shall mean ten ducats. {words(20, 50)}"
     _, tokenizer = loaded
     tokens = tokenizer.encode(text)
-    asked = [{"texts": ["ten ducats"]}, {"patterns": [r"\bshall mean\b"]}, {"spans": [[3, 9]]}, {}]
-    rules = [PinRules(texts=("ten ducats",)), PinRules(patterns=("shall mean",))]
+    asked = [{"texts": ["ten ducats"]}, {"texts": ["shall mean"]}, {"spans": [[3, 9]]}, {}]
+    rules = [PinRules(texts=("ten ducats",)), PinRules(texts=("shall mean",))]
     spans = [*(spans_for(rule, tokenizer, tokens) for rule in rules), ((3, 9),), ()]
     assert spans[0][0][0] > spans[1][0][0]
     with ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda one: server.ask(text, 12, extra_body=pins(**one)), asked)
-        assert list(answers) == [alone(loaded, text, each) for each in spans]
-    until(lambda: len(server.generator.conversations) >= 4)
-    held = {idle.mark.pins: idle.cache for idle in server.generator.conversations.idle}
+        assert list(answers) == [alone(loaded, text, 12, **SETTINGS, pins=each) for each in spans]
+    until(lambda: len(server.scheduler.conversations) >= 4)
+    held = {idle.place.mark.pins: idle.cache for idle in server.scheduler.conversations.entries}
     assert all(holds(held[each], *each) for each in spans)
     assert not holds(held[()], *spans[0])  # which a policy alone forgets
 
@@ -93,7 +84,7 @@ def test_a_pinned_system_prompt_stays_through_a_long_chat(server):
         assert (known > 0) == (turn > 0)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     last = newest(server)
-    ((first, end),) = last.mark.pins
+    ((first, end),) = last.place.mark.pins
     assert first == 0
     assert end > 5
     assert last.cache[0].evicted > 100
@@ -101,17 +92,17 @@ def test_a_pinned_system_prompt_stays_through_a_long_chat(server):
 
 
 def test_what_the_server_pins_is_looked_for_and_need_not_be_there(loaded):
-    usual = AskedPins(("system",), ("ducats",), spans=((3, 5), (900, 950)), required=False)
+    usual = PinRequest(("system",), ("ducats",), spans=((3, 5), (900, 950)), required=False)
     with serving(pins=usual, defaults=SETTINGS) as running:
         assert running.ask("And Anne said to Toby that") is not None
-        assert newest(running).mark.pins == ((3, 5),)
+        assert newest(running).place.mark.pins == ((3, 5),)
         running.ask("He had ten ducats, and Anne said")
-        assert {p for span in newest(running).mark.pins for p in range(*span)} > {3, 4}
+        assert {p for span in newest(running).place.mark.pins for p in range(*span)} > {3, 4}
         running.ask("He had ten ducats, and Anne said", extra_body=pins())
-        assert newest(running).mark.pins == ()
+        assert newest(running).place.mark.pins == ()
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Who?"}]
         running.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)
-        assert newest(running).mark.pins[0][0] == 0
+        assert newest(running).place.mark.pins[0][0] == 0
 
 
 # -- what is gone on with -------------------------------------------------------------------------
@@ -139,8 +130,6 @@ def test_a_pinned_prefix_serves_the_same_pins_only(server):
 
 
 def test_pins_survive_shrinking_files_and_a_restart(tmp_path, loaded):
-    from mlx_h2o.serve.most_bytes import most_bytes
-
     need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], **SETTINGS))
     text = f"{words(0, 10)} ten ducats {words(10, 60)}"
     asked = pins(texts=["ten ducats"])
@@ -151,25 +140,25 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, loaded):
     }
     with serving(**settings) as running:
         answer = running.ask(text, 6, extra_body=asked)
-        ((first, end),) = newest(running).mark.pins
+        ((first, end),) = newest(running).place.mark.pins
         running.ask(words(300, 60), 6)  # for which the other makes room
-        until(lambda: running.generator.conversations.shrunk > 0)
-        shrunk = next(i for i in running.generator.conversations.idle if i.mark.pins)
+        until(lambda: running.scheduler.conversations.shrunk > 0)
+        shrunk = next(i for i in running.scheduler.conversations.entries if i.place.mark.pins)
         assert shrunk.shrunk
         assert holds(shrunk.cache, (first, end))
     with serving(**settings) as running:
         going_on = running.client.completions.create(
             model=MODEL,
-            prompt=f"{text} {answer.lstrip()} and Anne",
+            prompt=f"{text}{answer} and Anne",
             max_tokens=40,
             extra_body=asked,
         )
         assert going_on.usage.prompt_tokens_details.cached_tokens > end
         later = newest(running)
-        assert later.mark.pins == ((first, end),)
+        assert later.place.mark.pins == ((first, end),)
         assert holds(later.cache, (first, end))
         other = running.client.completions.create(
-            model=MODEL, prompt=f"{text} {answer.lstrip()} and Anne", max_tokens=1
+            model=MODEL, prompt=f"{text}{answer} and Anne", max_tokens=1
         )
         assert other.usage.prompt_tokens_details.cached_tokens == 0
 
@@ -180,8 +169,8 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, loaded):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("system", "must be an object with lists of roles, texts, patterns, spans"),
-        ({"rules": []}, "must be an object with lists"),
+        ("system", "must be an object with lists of roles, texts, spans"),
+        ({"patterns": ["a"]}, "must be an object with lists"),
         ({"roles": "system"}, "mlx_h2o.pins.roles must be a list of texts"),
         ({"texts": [""]}, "must be a list of texts"),
         ({"spans": [[3]]}, "must be (first, one past the last)"),
@@ -189,58 +178,27 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, loaded):
         ([[3, 999]], "the prompt has"),
         ({"roles": ["system"]}, "no system message"),
         ({"texts": ["unheard"]}, "does not contain"),
-        ({"texts": ["a"] * 65}, "has 65; 64 are taken"),
-        ({"patterns": ["("]}, "is not matched: missing )"),
-        ({"patterns": [r"(a)\1"]}, "is not matched"),
-        ({"patterns": ["(?=a)b"]}, "looks ahead"),
-        ({"patterns": ["a" * 257]}, "257 characters; 256 are taken"),
-        ({"patterns": ["((q?){30}){30}zq"]}, None),
+        ({"texts": ["a"] * 65}, "has 65; at most 64"),
         ({"spans": [[0, 45]]}, "41 pinned tokens are too many"),
         ({}, None),
     ],
 )
 def test_pins_that_cannot_be_had_are_refused_with_why(server, asked, message):
     body = {"model": MODEL, "prompt": words(0, 60), "max_tokens": 1, "mlx_h2o": {"pins": asked}}
-    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()
     text = answer.read().decode()
     assert answer.status == (200 if message is None else 400), text
     assert message is None or message in text.replace("\\\\", "\\")
-    until(lambda: server.generator.accountant.reserved == 0)
-    assert server.generator.is_healthy
-
-
-@pytest.mark.parametrize(
-    ("pattern", "text"),
-    [
-        ("(a+)+b", "a" * 100_000),
-        ("(a|a)*b", "a" * 100_000),
-        ("(?s)a.*z|b", "b\n" * 400_000),
-        ("((a?){30}){30}b", "a" * 200_000),
-        ("(x{0,30}y?){33}$", "x" * 200_000),
-        (".", "a" * 3_000_000),
-    ],
-)
-def test_no_pattern_holds_the_server_up(pattern, text):
-    check_pattern("it", pattern)
-    start = time.process_time()
-    with suppress(ValueError):
-        list(matches([pattern], text))
-    assert time.process_time() - start < 4 * MOST_SECONDS
-
-
-def test_without_re2_patterns_are_refused_and_the_rest_works(monkeypatch):
-    monkeypatch.setitem(sys.modules, "re2", None)
-    with pytest.raises(ValueError, match=r"mlx-h2o\[server\]"):
-        AskedPins(patterns=("a",))
-    assert AskedPins(texts=("a",))
+    until(lambda: server.scheduler.ledger.reserved == 0)
+    assert server.scheduler.is_alive
 
 
 def test_too_many_pins_of_the_server_itself_are_the_requests_400():
     with (
         serving(
-            pins=AskedPins(texts=(words(0, 50),), required=False), defaults=SETTINGS
+            pins=PinRequest(texts=(words(0, 50),), required=False), defaults=SETTINGS
         ) as running,
         pytest.raises(openai.BadRequestError, match="pinned tokens are too many"),
     ):

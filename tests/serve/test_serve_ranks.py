@@ -19,8 +19,8 @@ import openai
 import pytest
 
 import mlx_h2o
-from mlx_h2o.serve import looking
-from mlx_h2o.serve.sharing import require_batchable, require_shareable
+from mlx_h2o.serve import views
+from mlx_h2o.serve.ranks import require_shareable
 from serving import MODEL, SIZE, alone, words
 
 COMMAND = Path(sys.executable).with_name("mlx_h2o")
@@ -111,6 +111,13 @@ def test_two_ranks_answer_as_one_while_the_page_looks():
         expected = [alone(loaded, prompt) for prompt in prompts]
         assert first.choices[0].text == expected[0]
         assert [answer.result().choices[0].text for answer in answers] == expected
+        sampled = [
+            client.completions.create(
+                model=MODEL, prompt=prompts[1], max_tokens=8, temperature=1.0, seed=7
+            )
+            for _ in range(2)
+        ]
+        assert sampled[0].choices[0].text == sampled[1].choices[0].text
         # A turn goes on from its caches on both ranks.
         more = ask(prompts[0] + expected[0] + " " + words(5, 8), 3)
         assert more.usage.prompt_tokens_details.cached_tokens > 0
@@ -122,8 +129,6 @@ def refused_on_ranks(port: int, place: str, client: Any) -> None:
     status, told = fetch(port, f"{place}/pins", {"pin": [[0, 4]]})
     assert status == 400
     assert "several processes share the model" in told["error"]["message"]
-    with pytest.raises(openai.BadRequestError, match="seed is not served there"):
-        client.completions.create(model=MODEL, prompt="Anne", max_tokens=2, seed=1)
     asked = {"mlx_h2o": {"max_size": SIZE, "pins": {"texts": ["no such words"]}}}
     with pytest.raises(openai.BadRequestError, match="no such words"):
         client.completions.create(model=MODEL, prompt="Anne", max_tokens=2, extra_body=asked)
@@ -161,10 +166,7 @@ def test_refusals_say_what_to_do(monkeypatch):
         require_shareable(bounded=True, saving=False)
     with pytest.raises(ValueError, match="--sessions saves those of one"):
         require_shareable(bounded=False, saving=True)
-    with pytest.raises(ValueError, match="seed is not served there"):
-        require_batchable({"seed": 3})
     require_shareable(bounded=False, saving=False)
-    require_batchable({"seed": None})
-    monkeypatch.setattr("mlx_h2o.serve.sharing.processes", lambda: 2)
+    monkeypatch.setattr("mlx_h2o.serve.ranks.processes", lambda: 2)
     with pytest.raises(ValueError, match="pins are a request's"):
-        looking.change_pins(None, "", {"pin": [[0, 1]]})
+        next(views.change_pins(None, "", {"pin": [[0, 1]]}))

@@ -21,6 +21,7 @@ from typing import Any
 import openai
 import pytest
 
+from mlx_h2o.serve.model import ModelChoice
 from serving import MODEL, Running, serving, words
 
 PINS = {"spans": [[0, 5], [7, 9]]}
@@ -30,7 +31,7 @@ PINS = {"spans": [[0, 5], [7, 9]]}
 #: Python takes longer than all else.
 FORKING = """
 import json, os, sys
-import mlx_h2o.cli.serve, mlx_h2o.serve.running
+import mlx_h2o.cli.serve, mlx_h2o.serve.launch
 from mlx_h2o.cli import main, parser
 parser()
 for line in sys.stdin:
@@ -94,8 +95,7 @@ class Client:
         chat: Whether it is a chat.
         pins: What it pins in every turn.
         said: Messages, or the text.
-        answered: Tokens that the caches of its last whole turn hold at least: all but an end of
-            text, and but a stop text.
+        answered: Tokens that the caches of its last whole turn hold at least.
         turns: How many did.
         name: The last answer's.
     """
@@ -129,8 +129,10 @@ class Client:
         assert reason is not None  # else the stream broke off
         assert usage is not None
         self.said = [*asked, {"role": "assistant", "content": text}]
-        self.answered, self.name = usage.prompt_tokens, name
-        self.answered += 0 if self.stops else usage.completion_tokens - 1
+        self.answered, self.name = usage.prompt_tokens - 1, name
+        # A text goes on from the end of its prompt where an end of text, or a stop text, was read.
+        if (self.chat and not self.stops) or reason == "length":
+            self.answered = usage.prompt_tokens + usage.completion_tokens - 1
         self.turns += 1
         return int(usage.prompt_tokens_details.cached_tokens)
 
@@ -171,7 +173,7 @@ def until_noted(folder: Path, count: int) -> None:
     """Return at the moment at which so many turns more are on disk."""
 
     def notes() -> set[str]:
-        return {name for name in os.listdir(folder) if name.endswith(".json") and name[0] != "."}
+        return {name for name in os.listdir(folder) if name[0] != "."}
 
     known, seen = notes(), set[str]()
     end = time.monotonic() + 60
@@ -264,7 +266,7 @@ def continued(folder: Path, conversations: int, model: str, seed: int) -> tuple[
         Turns that went on, and those of them whose caches were found.
     """
     drawn, clients, asked, found = random.Random(seed), list[Client](), 0, 0
-    settings: dict[str, Any] = {"sessions": folder, "options": ["--model", model]}
+    settings: dict[str, Any] = {"sessions": folder, "model": ModelChoice(model)}
     for _ in range(2):
         with serving(**settings) as server, ThreadPoolExecutor(4) as pool:
             clients = clients or [

@@ -36,8 +36,8 @@ def test_each_conversation_has_a_file_and_goes_on_in_it(tmp_path):
                 answers[spill] += [first, second]
             if spill is None:
                 continue
-            last = [idle for idle in running.generator.conversations.idle if not idle.passed]
-            ends = [idle.cache for idle in last if idle.kind == "assistant"]
+            last = [idle for idle in running.scheduler.conversations.entries if not idle.passed]
+            ends = [idle.cache for idle in last if idle.kind == "turn"]
             files = {cache[-1].spill.conversation.file for cache in ends}
             assert len(files) == len(ends) == 2
             for cache in ends:  # rows come back to the last layer, so the file has its rows

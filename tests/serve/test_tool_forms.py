@@ -14,8 +14,9 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 import mlx_h2o
-from mlx_h2o.serve.grammar import form_of
-from mlx_h2o.serve.tool_forms import FAMILIES, calls_of
+from mlx_h2o.serve.grammar import grammar_of
+from mlx_h2o.serve.protocol import Chat
+from mlx_h2o.serve.tools import FAMILIES, calls_of
 
 WEATHER = {
     "name": "get_weather",
@@ -169,6 +170,13 @@ def test_only_the_tool_that_was_asked_for(loaded):
     tokenizer = SimpleNamespace(
         tool_parser=module.parse_tool_call, all_special_tokens=[], convert_tokens_to_ids=list
     )
-    form = form_of(None, tools, {"function": {"name": "stop"}}, True, tokenizer)
-    assert form is not None
-    assert "get_weather" not in form.lark
+    body = Chat.model_validate(
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": tools,
+            "tool_choice": {"function": {"name": "stop"}},
+        }
+    )
+    grammar = grammar_of(body, tokenizer)
+    assert grammar is not None
+    assert "get_weather" not in grammar

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 import mlx_h2o
 from mlx_h2o.caches.conversation import bounded_entries
 from mlx_h2o.loading.load import SAMPLE_TEXT
+from mlx_h2o.serve.access import AccessRules, is_loopback
 from mlx_h2o.serve.conversations import pieces_of
-from mlx_h2o.serve.sessions import tokens_of
-from mlx_h2o.serve.watching import NotHere, is_loopback, require_here
+from mlx_h2o.serve.errors import ApiError
+from mlx_h2o.serve.keys import tokens_of
 from serving import MODEL, Running, serving
 
 WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
@@ -37,7 +39,7 @@ def fetch(
     server: Running, path: str, body: Any = None, **headers: str
 ) -> tuple[int, dict[str, Any]]:
     """Status and answer of GET, or of POST where there is a body."""
-    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     text = body if isinstance(body, bytes | None) else json.dumps(body)
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request("GET" if body is None else "POST", path, text, names)
@@ -71,7 +73,7 @@ def said(server) -> Any:
 
 
 def idle_of(server: Running, answer: Any) -> Any:
-    return server.generator.conversations.named(answer.id)
+    return server.scheduler.conversations.named(answer.id)
 
 
 # -- what is told ---------------------------------------------------------------------------------
@@ -83,8 +85,8 @@ def test_a_conversation_is_told_by_the_name_of_its_answer(server, options):
     status, told = fetch(server, place(answer))
     assert status == 200
     idle = idle_of(server, answer)
-    tokens = tokens_of(idle.key)
-    assert "".join(told["texts"]) == server.generator.provider.tokenizer.decode(tokens)
+    tokens = tokens_of(idle.place.key)
+    assert "".join(told["texts"]) == server.scheduler.served.tokenizer.decode(tokens)
     assert told["title"] == words(0, 70)[: len(told["title"]) - 1].rstrip() + "…"
     assert told["bytes"] == sum(entry.nbytes for entry in idle.cache)
     assert len(told["layers"]) == len(idle.cache)
@@ -138,7 +140,7 @@ def test_all_conversations_and_their_bytes_are_listed(server):
     status, told = fetch(server, "/h2o/conversations")
     assert status == 200
     assert [one["id"] for one in told["conversations"]][:2] == [second.id, first.id]
-    assert told["bytes"]["idle"] == server.generator.conversations.nbytes
+    assert told["bytes"]["idle"] == server.scheduler.conversations.nbytes
     assert told["bytes"]["bound"] is None
     assert told["model"] == MODEL
 
@@ -207,7 +209,7 @@ def test_pins_hold_through_the_turns_that_follow(server):
 
 
 def test_a_layer_that_is_too_small_for_a_pin_gets_slots_of_the_others():
-    with serving(options=["--max-tokens", "4"], defaults={"max_size": 112}) as server:
+    with serving(defaults={"max_size": 112}) as server:
         answer = chat(server, words(0, 200))
         before = fetch(server, place(answer))[1]
         held = np.array([layer["held"] for layer in before["layers"]])
@@ -225,8 +227,8 @@ def test_a_layer_that_is_too_small_for_a_pin_gets_slots_of_the_others():
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"{", "no JSON"),
-        (b"\xff", "no JSON"),
+        (b"{", "EOF"),
+        (b"\xff", "expected value"),
         ([], "The body must be"),
         ({}, "The body must be"),
         ({"pins": [[0, 1]]}, "The body must be"),
@@ -265,19 +267,26 @@ def test_pins_are_in_the_file_of_a_conversation_also_after_it_shrank(tmp_path):
         answer = chat(server, words(0, 60))
         path = place(answer)
         assert fetch(server, f"{path}/pins", {"pin": [[1, 3]]})[0] == 200
-        conversations = server.generator.conversations
+        conversations = server.scheduler.conversations
         idle = idle_of(server, answer)
         half = sum(idle.pieces.values()) - 1
-        server.generator.between_steps(lambda: conversations.make_room(half))
+        server.scheduler.call(lambda: room(conversations, half)).result()
         assert fetch(server, path)[1]["shrunk"]
         status, told = fetch(server, f"{path}/pins", {"pin": [[0, 1]]})
         assert status == 200, told
         assert (status, told["pins"]) == (200, [[0, 3]])
-        (saved,) = conversations.sessions.saved.values()
-        whole = server.generator.between_steps(lambda: conversations.sessions.load(saved))
+        (saved,) = conversations.sessions.notes
+        whole = server.scheduler.call(lambda: conversations.sessions.load(saved)).result()
         assert [entry.pins for entry in bounded_entries(whole)] == [((0, 3),)] * len(whole)
         assert pieces_of(whole).keys().isdisjoint(pieces_of(idle.cache))
         assert whole[0].size() > idle.cache[0].size()
+
+
+def room(conversations: Any, left: int) -> None:
+    own = conversations._left
+    conversations._left = lambda: left
+    conversations.make_room()
+    conversations._left = own
 
 
 # -- to whom --------------------------------------------------------------------------------------
@@ -340,15 +349,35 @@ def test_what_is_the_machine_itself(host, nearby):
     assert is_loopback(host) == nearby
 
 
-def test_other_machines_are_told_nothing():
-    require_here("127.0.0.1", "localhost:8080")
+def request_from(peer: str, host: str, **headers: str) -> Request:
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    return Request(
+        {
+            "type": "http", "method": "GET", "path": "/h2o/conversations", "client": (peer, 1),
+            "server": ("0.0.0.0", 8123), "headers": [(b"host", host.encode()), *raw],
+        }
+    )  # fmt: skip
+
+
+def test_other_machines_are_shown_nothing_without_a_key():
+    rules = AccessRules()
+    rules.require_page_reader(request_from("127.0.0.1", "localhost:8123"))
     for peer in ("192.168.1.2", "fe80::1%eth0", "::ffff:10.0.0.1"):
-        with pytest.raises(NotHere, match="on the machine that serves"):
-            require_here(peer, "localhost:8080")
+        with pytest.raises(ApiError, match=r"on the machine that serves.*-L 8123:localhost:8123"):
+            rules.require_page_reader(request_from(peer, "localhost:8123"))
+
+
+def test_a_phone_with_the_key_sees_the_page():
+    """The middleware has checked the key; another site's page is refused all the same."""
+    rules = AccessRules("sesame")
+    rules.require_page_reader(request_from("192.168.1.2", "10.0.0.5:8123"))
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        with pytest.raises(ApiError, match="other origins"):
+            rules.require_page_reader(request_from("192.168.1.2", "10.0.0.5:8123", **headers))
 
 
 def test_the_page_runs_nothing_but_its_own(server):
-    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", "/")
     answer = connection.getresponse()
     text = answer.read().decode()

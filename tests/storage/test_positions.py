@@ -14,7 +14,7 @@ import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.engine.array_owner import Memory
-from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.storage import slot_store
 from mlx_h2o.storage.packed import value_lengths
 from mlx_h2o.storage.slot_store import FEW, NARROW, WIDE, position_dtype

@@ -1,9 +1,9 @@
-"""`mlx_h2o serve`: mlx-lm's OpenAI-compatible server, within one hard bound for KV memory."""
+"""`mlx_h2o serve`: an OpenAI-compatible server, within one hard bound for KV memory."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -22,67 +22,14 @@ from mlx_h2o.cli.options import (
     settle_model,
     typed,
 )
-from mlx_h2o.cli.pin_options import add_pin_options
 from mlx_h2o.cli.sessions import days
 from mlx_h2o.loading.gguf import SUFFIX
 from mlx_h2o.loading.load import model_path, require_model
-from mlx_h2o.storage.pins import joined
 
 DEFAULT_MAX_KV_SIZE = 1024
 #: The environment variable of the key, since other users can see a process's arguments.
 KEY_VARIABLE = "MLX_H2O_API_KEY"
-#: Options of mlx-lm's server that are passed on unchanged.
-MLX_LMS: dict[str, str] = {
-    "host": "address to listen on (default: 127.0.0.1, which other machines cannot reach)",
-    "port": "port (default: 8080; 0: any that is free)",
-    "max-tokens": "tokens of an answer, where the request does not say (default: 512)",
-    "temp": "temperature, where the request does not say (default: 0)",
-    "top-p": "top-p, where the request does not say (default: 1)",
-    "top-k": "top-k, where the request does not say (default: 0, which is off)",
-    "min-p": "min-p, where the request does not say (default: 0)",
-    "decode-concurrency": "requests that are answered at the same time (default: 32)",
-    "prompt-concurrency": "prompts that are read at the same time (default: 8)",
-    "prefill-step-size": "prompt tokens read at a time (default: 2048)",
-    "prompt-cache-size": "idle caches to keep, where there is no --kv-memory (default: 10)",
-    "adapter-path": "trained adapters of the model",
-    "chat-template": "another chat template",
-    "chat-template-args": "arguments of the chat template, as JSON",
-    "log-level": "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: WARNING)",
-}
-
-
-#: The smallest and largest values of those that are whole numbers.
-LIMITS = {
-    "port": (0, 2**16 - 1),
-    "max-tokens": (1, checks.MOST_TOKENS),
-    "top-k": (0, checks.MOST_TOKENS),
-    "decode-concurrency": (1, 2**16),
-    "prompt-concurrency": (1, 2**16),
-    "prefill-step-size": (1, checks.MOST_TOKENS),
-    "prompt-cache-size": (0, 2**16),
-}
-
-
-def json_object(text: str) -> str:
-    """A JSON object, as text.
-
-    Raises:
-        ValueError: The text is something else.
-    """
-    if not isinstance(json.loads(text), dict):
-        raise ValueError(text)
-    return text
-
-
-#: The types of those that are not texts.
-TYPES: dict[str, dict[str, Any]] = {
-    "temp": {"type": float},
-    "top-p": {"type": float},
-    "min-p": {"type": float},
-    "chat-template-args": {"type": typed(json_object, 'a JSON object such as {"a": true}')},
-    "log-level": {"choices": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")},
-    **{name: {"type": int} for name in LIMITS},
-}
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def add_parser(commands: Any) -> None:
@@ -90,13 +37,17 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="an OpenAI-compatible server within one bound for all KV memory",
-        description="mlx-lm's server (/v1/chat/completions, /v1/completions) with bounded caches, "
-        "continuous batching and re-use of prefixes. A request may bring its own settings in the "
-        'extra field "mlx_h2o", as {"mlx_h2o": {"max_size": 512, "policy": "h2o"}}; what '
-        "cannot be honoured is refused with the reason.",
+        description="An OpenAI-compatible server (/v1/chat/completions, /v1/completions) with "
+        "bounded caches, continuous batching and re-use of prefixes, and a page to chat. A request "
+        'may bring its own settings in the extra field "mlx_h2o", as {"mlx_h2o": {"max_size": 512, '
+        '"policy": "h2o"}}; what cannot be honoured is refused with the reason.',
     )
     add_model_option(parser)
     server = parser.add_argument_group("server")
+    server.add_argument(
+        "--alias", action="append", default=[], metavar="NAME",
+        help="another name by which requests may call the model, such as gpt-4o; may be repeated",
+    )  # fmt: skip
     server.add_argument(
         "--kv-memory", dest="bound", type=typed(size_in_bytes, "bytes such as 2GB"),
         metavar="SIZE", help="hard bound for the KV memory of all conversations, prefixes and "
@@ -113,42 +64,73 @@ def add_parser(commands: Any) -> None:
     server.add_argument(
         "--sessions-memory", type=typed(size_in_bytes, "bytes such as 2GB"), metavar="SIZE",
         help="bytes that the files there may take; the oldest conversations go first "
-        "(default: no bound)",
+        "(default: 10GB)",
     )  # fmt: skip
     server.add_argument(
         "--sessions-days", type=typed(days, "a number of days such as 30"), metavar="DAYS",
-        help="remove conversations that had no turn for so long (default: never)",
+        help="remove conversations that had no turn for so long (default: 30)",
     )  # fmt: skip
-    _add_doors(server)
-    for name, text in MLX_LMS.items():
-        metavar = name.rpartition("-")[2].upper()
-        server.add_argument(f"--{name}", metavar=metavar, help=text, **TYPES.get(name, {}))
+    _add_generation_options(server)
+    _add_access_options(server)
+    server.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="WARNING", help="(default: %(default)s)"
+    )
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE, many=True)
-    add_pin_options(parser)
+    pins = parser.add_argument_group("pins")
+    pins.add_argument(
+        "--pin-role", action="append", default=[], metavar="ROLE",
+        help="never evict what this role says, such as system, where a request names no pins",
+    )  # fmt: skip
+    pins.add_argument(
+        "--pin", action="append", default=[], metavar="TEXT",
+        help="never evict this text, where a request names no pins; may be repeated",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
-def _add_doors(server: argparse._ArgumentGroup) -> None:
-    """Add the options of access and its limits."""
+def _add_generation_options(server: argparse._ArgumentGroup) -> None:
+    """Add the options of prompts and answers."""
     server.add_argument(
-        "--max-request", type=typed(size_in_bytes, "bytes such as 8MB"), default=8 << 20,
-        metavar="SIZE", help="largest body of a request (default: 8 MiB)",
+        "--max-tokens", type=int, default=512, metavar="N",
+        help="tokens of an answer, where the request does not say; -1: as many as the model gives "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    server.add_argument(
+        "--temp", type=float, default=0.0, metavar="T",
+        help="temperature, where the request does not say (default: 0)",
+    )  # fmt: skip
+    server.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P",
+        help="top-p, where the request does not say (default: 1)",
+    )  # fmt: skip
+    server.add_argument(
+        "--long-prompts", action="store_true",
+        help="serve prompts longer than those on which the model was trained (default: 400)",
+    )  # fmt: skip
+    server.add_argument(
+        "--prefill-step-size", type=int, default=512, metavar="N",
+        help="prompt tokens read at a time, between tokens of others (default: %(default)s)",
+    )  # fmt: skip
+    server.add_argument("--adapter-path", metavar="DIR", help="trained adapters of the model")
+    server.add_argument("--chat-template", metavar="TEXT", help="another chat template")
+
+
+def _add_access_options(server: argparse._ArgumentGroup) -> None:
+    """Add the options of the address and of who may ask."""
+    server.add_argument(
+        "--host", default="127.0.0.1",
+        help="address to listen on (default: %(default)s, which other machines cannot reach)",
+    )  # fmt: skip
+    server.add_argument(
+        "--port", type=int, default=8080, help="port (default: %(default)s; 0: any that is free)"
+    )
+    server.add_argument(
+        "--api-key", metavar="KEY",
+        help=f"a key that every request needs, but for /health (default: ${KEY_VARIABLE}, if set)",
     )  # fmt: skip
     server.add_argument(
         "--allowed-origins", default="", metavar="URLS",
         help="web pages that may ask, separated by commas; * is all (default: our own)",
-    )  # fmt: skip
-    server.add_argument(
-        "--max-connections", type=int, default=512, metavar="N",
-        help="clients that may be connected at one time (default: %(default)s)",
-    )  # fmt: skip
-    server.add_argument(
-        "--strict", action="store_true",
-        help="refuse requests with fields that are not known (default: a warning and a header)",
-    )  # fmt: skip
-    server.add_argument(
-        "--api-key", metavar="KEY",
-        help=f"a key that every request needs, but for /health (default: ${KEY_VARIABLE}, if set)",
     )  # fmt: skip
     server.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate, for HTTPS")
     server.add_argument("--tls-key", type=Path, metavar="FILE", help="the certificate's key")
@@ -169,46 +151,14 @@ def size_in_bytes(text: str) -> int:
 def run(args: argparse.Namespace) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     try:
-        from mlx_h2o.serve.app import Doors
-        from mlx_h2o.serve.asked_pins import AskedPins
-        from mlx_h2o.serve.listening import Certificate, Limits
-        from mlx_h2o.serve.running import ServerSettings, serve
+        from mlx_h2o.serve.launch import serve
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "h11"):
+        if error.name not in ("starlette", "uvicorn", "h11", "pydantic"):
             raise
         raise ValueError(f"{error.name} is missing: pip install 'mlx-h2o[server]'") from error
-
     check_options(args)
-    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
-    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-        raise ValueError("--api-key must be ASCII text without spaces around it.")
-    if args.sessions is not None:
-        if not args.sessions.exists():  # readable by its owner only
-            args.sessions.mkdir(mode=0o700, parents=True)
-        require_folder("--sessions", args.sessions)
-    elif args.sessions_memory is not None or args.sessions_days is not None:
-        given = "--sessions-days" if args.sessions_memory is None else "--sessions-memory"
-        raise ValueError(f"{given} is about the folder of --sessions DIR: give that too.")
-    path = model_path(settle_model(args))
-    if not path.endswith(SUFFIX):
-        require_model(args.model, path)
-    words = (tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern))
-    pins = AskedPins(*words, joined(args.pin_span), required=False)
-    settings = ServerSettings(
-        cache_defaults(args), args.bound, args.queue, args.sessions, pins,
-        args.sessions_memory, args.sessions_days,
-        doors=Doors(args.max_request, strict=args.strict, key=key),
-        limits=Limits(args.max_connections),
-        certificate=Certificate(args.tls_cert, args.tls_key) if args.tls_cert else None,
-    )  # fmt: skip
-    options = ["--model", args.model, "--allowed-origins", args.allowed_origins]
-    for name in MLX_LMS:
-        given = getattr(args, name.replace("-", "_"))
-        if given is None and name == "log-level":
-            given = "WARNING"
-        if given is not None:
-            options += [f"--{name}", str(given)]
-    serve(settings, options)
+    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s: %(message)s")
+    serve(settings_of(args))
     # Everything is written and every client gone. MLX's threads may still be releasing Python
     # objects, and one that does so while the interpreter ends aborts the process.
     sys.stdout.flush()
@@ -216,24 +166,70 @@ def run(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def settings_of(args: argparse.Namespace) -> Any:
+    """The server's settings that the options describe.
+
+    Raises:
+        ValueError: They are invalid; the message names the option.
+    """
+    from mlx_h2o.serve.access import AccessRules
+    from mlx_h2o.serve.launch import ServerSettings
+    from mlx_h2o.serve.listening import Certificate
+    from mlx_h2o.serve.model import ModelChoice
+    from mlx_h2o.serve.pins import PinRequest
+    from mlx_h2o.serve.sampling import SamplingDefaults
+    from mlx_h2o.serve.scheduler import EngineSettings
+    from mlx_h2o.serve.sessions import DEFAULT_BYTES, DEFAULT_DAYS, Limits
+
+    path = model_path(settle_model(args))
+    if not path.endswith(SUFFIX):
+        require_model(args.model, path)
+    defaults = cache_defaults(args)
+    measures = defaults.get("max_bytes") is not None and defaults.get("profile") != "never"
+    engine = EngineSettings(
+        model=ModelChoice(args.model, args.adapter_path, args.chat_template, measures),
+        defaults=defaults,
+        sampling=SamplingDefaults(args.max_tokens, args.temp, args.top_p),
+        pins=PinRequest(tuple(args.pin_role), tuple(args.pin), required=False),
+        bound=args.bound,
+        queue=args.queue,
+        chunk=args.prefill_step_size,
+        sessions=args.sessions,
+        limits=Limits(args.sessions_memory or DEFAULT_BYTES, args.sessions_days or DEFAULT_DAYS),
+        long_prompts=args.long_prompts,
+    )
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+        raise ValueError("--api-key must be ASCII text without spaces around it.")
+    origins = [one.strip() for one in args.allowed_origins.split(",") if one.strip()]
+    return ServerSettings(
+        engine, args.host, args.port, tuple(args.alias), AccessRules(key, origins),
+        certificate=Certificate(args.tls_cert, args.tls_key) if args.tls_cert else None,
+    )  # fmt: skip
+
+
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for values that would fail only while the server starts, or later."""
     checks.whole("--queue", args.queue, 0)
-    checks.whole("--max-connections", args.max_connections, 1, 2**16)
+    checks.whole("--port", args.port, 0, 2**16 - 1)
+    if args.max_tokens != -1:
+        checks.whole("--max-tokens", args.max_tokens, 1)
+    checks.whole("--prefill-step-size", args.prefill_step_size, 1)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key belong together: give both.")
-    for name, limits in LIMITS.items():
-        given = getattr(args, name.replace("-", "_"))
-        if given is not None:
-            checks.whole(f"--{name}", given, *limits)
-    for name in ("top_p", "min_p"):
-        given = getattr(args, name)
-        if given is not None and not 0 <= given <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1; got {given:g}.")
-    if args.temp is not None and not 0 <= args.temp <= checks.MOST_NUMBER:
+    if not 0 <= args.top_p <= 1:
+        raise ValueError(f"--top-p must be from 0 to 1; got {args.top_p:g}.")
+    if not 0 <= args.temp <= checks.MOST_NUMBER:
         raise ValueError(f"--temp must be a number of at least 0; got {args.temp:g}.")
     if args.adapter_path is not None and not Path(args.adapter_path).is_dir():
         raise ValueError(f"--adapter-path: there is no folder {args.adapter_path}.")
+    if args.sessions is not None:
+        if not args.sessions.exists():  # readable by its owner only
+            args.sessions.mkdir(mode=0o700, parents=True)
+        require_folder("--sessions", args.sessions)
+    elif args.sessions_memory is not None or args.sessions_days is not None:
+        given = "--sessions-days" if args.sessions_memory is None else "--sessions-memory"
+        raise ValueError(f"{given} is about the folder of --sessions DIR: give that too.")
     cache_defaults(args)
 
 

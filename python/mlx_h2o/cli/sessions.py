@@ -13,16 +13,8 @@ from rich.table import Table
 
 from mlx_h2o.cli.options import typed
 from mlx_h2o.cli.tables import show as show_table
-from mlx_h2o.serve.sessions import (
-    DAY,
-    SUFFIX,
-    Conversation,
-    Note,
-    conversations_in,
-    locked,
-    token_count,
-    tokens_of,
-)
+from mlx_h2o.serve.keys import token_count, tokens_of
+from mlx_h2o.serve.sessions import DAY, Note, SavedConversation, conversations_in, locked
 
 #: Characters of a name in a list; more if they are needed to tell names apart.
 SHORT_NAME = 8
@@ -74,57 +66,58 @@ def days(text: str) -> float:
 
 def list_all(args: argparse.Namespace) -> None:
     """Print all conversations."""
-    found = _newest_first(args.folder)
+    files = _newest_first(args.folder)
     if args.json:
-        print(json.dumps([_told(one, one.read()) for one in found], indent=2))
+        print(json.dumps([_fields(one, Note.read(one.path)) for one in files], indent=2))
         return
-    table = Table(title=f"{args.folder}: {len(found)} conversations")
+    table = Table(title=f"{args.folder}: {len(files)} conversations")
     for column in ("name", "last turn", "tokens", "size", "model", "began with"):
         table.add_column(column, justify="right" if column in ("tokens", "size") else "left")
-    for one in found:
-        note = one.read()
+    for one in files:
+        note = Note.read(one.path)
         table.add_row(
-            _short(one, found),
+            _short(one, files),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(one.written)),
-            f"{token_count(note.key):,}" if note else "?",
+            f"{token_count(note.place.key):,}" if note else "?",
             size_text(one.size),
             note.model if note else "(damaged)",
-            note.title if note else "",
+            note.turn.title if note else "",
         )
-    table.caption = f"{size_text(sum(one.size for one in found))} in all"
+    table.caption = f"{size_text(sum(one.size for one in files))} in all"
     show_table(table)
 
 
 def show_one(args: argparse.Namespace) -> None:
     """Print one conversation."""
-    one = _called(args.name, _newest_first(args.folder))
-    note = one.read()
+    one = _with_name(args.name, _newest_first(args.folder))
+    note = Note.read(one.path)
+    texts = [text for text, _ in note.turn.texts] if note else []
+    fields = _fields(one, note)
     if args.json:
-        more = {"texts": note.texts, "token_ids": tokens_of(note.key)} if note else {}
-        print(json.dumps(_told(one, note) | more, indent=2))
+        more = {"texts": texts, "token_ids": tokens_of(note.place.key)} if note else {}
+        print(json.dumps(fields | more, indent=2))
         return
-    told = _told(one, note)
-    told["size"] = f"{size_text(one.size)} ({one.size:,} bytes)"
-    width = max(map(len, told))
-    for name, value in told.items():
+    fields["size"] = f"{size_text(one.size)} ({one.size:,} bytes)"
+    width = max(map(len, fields))
+    for name, value in fields.items():
         print(f"{name.replace('_', ' '):<{width}}  {value}")
-    if note and note.texts:
-        print(f"\n{note.texts[-1]}")
+    if texts:
+        print(f"\n{texts[-1]}")
 
 
 def remove(args: argparse.Namespace) -> None:
     """Remove conversations, unless a server uses their folder."""
-    found = _newest_first(args.folder)
+    files = _newest_first(args.folder)
     if args.all:
-        chosen = found
+        chosen = files
     elif args.older_than is not None:
-        chosen = [one for one in found if time.time() - one.written > args.older_than * DAY]
+        chosen = [one for one in files if time.time() - one.written > args.older_than * DAY]
     else:
-        chosen = [_called(name, found) for name in dict.fromkeys(args.names)]
+        chosen = [_with_name(name, files) for name in dict.fromkeys(args.names)]
     try:
         with locked(args.folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
             for one in chosen:
-                one.remove()
+                one.path.unlink(missing_ok=True)
     except BlockingIOError as error:
         raise ValueError(
             f"A server uses {args.folder}: end it first, or give it --sessions-memory or "
@@ -147,45 +140,44 @@ def size_text(count: int) -> str:
     return f"{count:,} bytes" if unit == "bytes" else f"{count:,.1f} {unit}"
 
 
-def _told(one: Conversation, note: Note | None) -> dict[str, Any]:
+def _fields(one: SavedConversation, note: Note | None) -> dict[str, Any]:
     """A conversation's entry in the list, as JSON types."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": one.name,
         "bytes": one.size,
         "last_turn": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(one.written)),
-        "caches": any(path.suffix == SUFFIX for path in one.files),
         "damaged": note is None,
     }
     if note is not None:
-        told |= {
+        fields |= {
             "model": note.model,
-            "tokens": token_count(note.key),
-            "pins": [list(span) for span in note.mark.pins],
-            "settings": note.mark.label,
-            "title": note.title,
-            "answer": note.name,
+            "tokens": token_count(note.place.key),
+            "pins": [list(span) for span in note.place.mark.pins],
+            "settings": note.place.mark.label,
+            "title": note.turn.title,
+            "answer": note.turn.name,
         }
-    return told
+    return fields
 
 
-def _newest_first(folder: Path) -> list[Conversation]:
+def _newest_first(folder: Path) -> list[SavedConversation]:
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder}.")
     return sorted(conversations_in(folder), key=lambda one: one.written, reverse=True)
 
 
-def _called(name: str, found: list[Conversation]) -> Conversation:
+def _with_name(name: str, files: list[SavedConversation]) -> SavedConversation:
     """The conversation whose name begins with `name`."""
-    fitting = [one for one in found if name and one.name.startswith(name)]
+    fitting = [one for one in files if name and one.name.startswith(name)]
     if len(fitting) != 1:
         what = "More than one conversation has a name" if fitting else "No conversation has a name"
         raise ValueError(f"{what} that begins with {name!r}: see mlx_h2o sessions list.")
     return fitting[0]
 
 
-def _short(one: Conversation, found: list[Conversation]) -> str:
+def _short(one: SavedConversation, files: list[SavedConversation]) -> str:
     """The beginning of a name that no other name has."""
     for length in range(SHORT_NAME, len(one.name)):
-        if sum(other.name.startswith(one.name[:length]) for other in found) == 1:
+        if sum(other.name.startswith(one.name[:length]) for other in files) == 1:
             return one.name[:length]
     return one.name

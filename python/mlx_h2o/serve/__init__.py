@@ -1,1 +1,1 @@
-"""mlx-lm's server over bounded caches, with one hard bound for all caches together."""
+"""The OpenAI-compatible server: from HTTP requests to batches within one bound of memory."""

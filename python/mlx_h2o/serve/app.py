@@ -1,364 +1,474 @@
-"""The server's endpoints as an ASGI application: access checks, reading bodies, and routes."""
+"""The server's endpoints: an ASGI application that hands requests to the scheduler."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hmac
-import json
 import logging
 import re
+import secrets
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlx_h2o.serve import watching
-from mlx_h2o.serve.answers import Frame, error_body
-from mlx_h2o.serve.asking import asked_of
-from mlx_h2o.serve.bodies import parsed
-from mlx_h2o.serve.exchange import CLIENT_GONE, Exchange, Receive, Refused, Send
-from mlx_h2o.serve.generator import BoundedGenerator
+from mlx_h2o.serve import views
+from mlx_h2o.serve.access import PAGE_ROOT, AccessMiddleware, AccessRules, error_response
+from mlx_h2o.serve.errors import ApiError
 from mlx_h2o.serve.page import page
-from mlx_h2o.serve.sharing import processes, require_batchable
-from mlx_h2o.serve.threads import Threads
+from mlx_h2o.serve.pins import PinRequest
+from mlx_h2o.serve.protocol import SEEDS, Chat, Completion, body_of, cache_settings
+from mlx_h2o.serve.request import Begun, Ended, Event, Piece, Progress, Request
+from mlx_h2o.serve.responses import DONE, Choice, Format, event
+from mlx_h2o.serve.scheduler import Scheduler
+from mlx_h2o.serve.sessions import sync
 
-#: The default limit of a request's bytes.
-USUAL_REQUEST = 8 << 20
-#: Headers of answers about the current state, which must not be cached.
-NOT_KEPT = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+CHATS = ("/v1/chat/completions", "/chat/completions")
+TEXTS = ("/v1/completions",)
+#: What there is in the place of other endpoints of OpenAI's.
+INSTEAD = {
+    "/v1/responses": "/v1/responses is not served: use /v1/chat/completions.",
+    "/v1/embeddings": "/v1/embeddings is not served: this server's models write text.",
+    "/v1/audio/speech": "Audio is not served: this server's models write text.",
+    "/v1/images/generations": "Images are not served: this server's models write text.",
+}
 #: The header that names a request's ignored fields.
 IGNORED = "X-MLX-H2O-Ignored"
 #: The most of them in one header, and in the log in all; and the form of names in a header.
-MOST_IGNORED, MOST_WARNED = 16, 256
+MAX_IGNORED, MAX_WARNED = 16, 256
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-#: Paths that need no key.
-FREE = ("/health",)
-CHATS = ("/v1/chat/completions", "/chat/completions")
-TEXTS = ("/v1/completions",)
+#: Headers of answers about the current state, which must not be cached.
+NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+#: The status that /metrics counts if the client had gone before the answer (nginx's number).
+CLIENT_GONE = 499
+#: Seconds after which a look at the page's data is given up.
+LOOK_PATIENCE = 30.0
+DEFAULT_MODEL = "default_model"
 
 
 @dataclass(frozen=True)
-class Doors:
-    """Access rules: who may send requests, and how large they may be.
+class Names:
+    """What the model is called.
 
     Attributes:
-        largest: The most bytes of a request's body.
-        patience: Seconds that a body may take to arrive.
-        strict: Whether unknown fields are refused.
-        key: The key that every request needs, or None.
+        model: The name that answers have.
+        aliases: Further names by which requests may call it.
+        fingerprint: The system's fingerprint.
     """
 
-    largest: int = USUAL_REQUEST
-    patience: float = 60.0
-    strict: bool = False
-    key: str | None = None
+    model: str
+    aliases: Sequence[str] = ()
+    fingerprint: str = ""
+
+    def require(self, name: str | None) -> None:
+        """Raise ApiError unless a request may call the model by this name."""
+        if name is None or name in (DEFAULT_MODEL, self.model, *self.aliases):
+            return
+        shown = name if len(name) <= 60 else f"{name[:57]}..."
+        known = ", ".join(map(repr, (self.model, *self.aliases)))
+        raise ApiError(
+            404,
+            f"The model {shown!r} does not exist; this server has {known}.",
+            param="model",
+            code="model_not_found",
+        )
 
 
 class Service:
     """All endpoints of one server.
 
     Args:
-        generator: The generator that answers.
-        doors: The access rules.
-        fingerprint: The system's fingerprint, as mlx-lm forms it.
+        scheduler: The thread that answers.
+        rules: The access rules.
+        names: What the model is called.
 
     Attributes:
         app: The ASGI application.
     """
 
-    def __init__(self, generator: BoundedGenerator, doors: Doors, fingerprint: str):
-        self._generator, self._doors = generator, doors
-        self._fingerprint, self._created = fingerprint, int(time.time())
-        self._threads = Threads()
+    def __init__(self, scheduler: Scheduler, rules: AccessRules, names: Names):
+        self._scheduler, self._rules, self._names = scheduler, rules, names
+        self._created = int(time.time())
         self._warned: set[str] = set()
-        self._exchanges: set[Exchange] = set()
+        self._requests: set[Request] = set()
+        self._ending = False
         routes = [
-            *(Route(path, self._completion, methods=["POST"]) for path in (*CHATS, *TEXTS)),
+            *(Route(path, self._chat, methods=["POST"]) for path in CHATS),
+            *(Route(path, self._text, methods=["POST"]) for path in TEXTS),
+            *(Route(path, self._instead, methods=["POST"]) for path in INSTEAD),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._models, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/", self._page, methods=["GET"]),
-            Route(watching.ROOT + "{rest:path}", self._watched, methods=["GET", "POST"]),
+            Route(PAGE_ROOT + "{rest:path}", self._view, methods=["GET", "POST"]),
         ]
-        handlers: Any = {HTTPException: _no_route, Refused: _refused, Exception: _failed}
-        self._routes = Starlette(routes=routes, exception_handlers=handlers)
+        origins = list(rules.origins)
+        middleware = [
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=[IGNORED, "Retry-After"],
+            ),
+            Middleware(AccessMiddleware, rules=rules),
+        ]
+        handlers: Any = {HTTPException: _no_route, ApiError: _refused, Exception: _failed}
+        self._routes = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
         # A path with an extra slash is another path, and is not redirected.
         self._routes.router.redirect_slashes = False
 
-    # -- access -----------------------------------------------------------------------------------
-
-    async def app(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Every request: checks before its endpoint, headers after it; arguments are ASGI's."""
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        """Every request; its status is counted. The arguments are ASGI's."""
         if scope["type"] != "http":
             return
-        request = Request(scope)
-        origin, status = request.headers.get("origin"), 0
-        more = [(name.encode(), value.encode()) for name, value in self._cors(origin).items()]
+        status = 0
 
         async def sending(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = message | {"headers": [*message.get("headers", []), *more]}
             await send(message)
 
-        if request.method == "OPTIONS":
-            refusal: Response | None = Response(status_code=204)
-        else:
-            refusal = self._refusal(request, origin)
-        await (refusal or self._routes)(scope, receive, sending)
-        status = scope.get("state", {}).get("broke", status)
-        logging.info("%s %s: %d", request.method, request.url.path, status)
-        text = "Requests, by the status of the answer."
-        self._generator.metrics.count("requests", text, status=str(status))
-
-    def _refusal(self, request: Request, origin: str | None) -> Response | None:
-        """The refusal of a client or a browser's page; None if it may ask."""
-        # The body was not read.
-        close = {"Connection": "close"}
-        if request.method == "POST" and origin is not None and not self._welcome(request, origin):
-            return answer(
-                403, "Pages of other origins are not served; see --allowed-origins.", close
-            )
-        path = request.url.path
-        if self._doors.key is None or path in FREE or self._has_key(request):
-            return None
-        # A browser asks its user for a name, which may be anything, and for the key.
-        own_page = path == "/" or path.startswith(watching.ROOT)
-        way = 'Basic realm="mlx-h2o", charset="UTF-8"' if own_page else "Bearer"
-        why = "This server needs its key: Authorization: Bearer KEY."
-        return answer(401, why, {"WWW-Authenticate": way, **close})
-
-    def _has_key(self, request: Request) -> bool:
-        """Whether a request has the key; the time that takes reveals nothing about the key."""
-        way, _, given = request.headers.get("authorization", "").partition(" ")
-        said = given.strip().encode("latin-1", "replace")
-        if way.lower() == "basic":
-            try:
-                said = base64.b64decode(said, validate=True).partition(b":")[2]
-            except (binascii.Error, ValueError):
-                return False
-        elif way.lower() != "bearer":
-            return False
-        assert self._doors.key is not None
-        return hmac.compare_digest(said, self._doors.key.encode())
-
-    def _welcome(self, request: Request, origin: str) -> bool:
-        """Whether a page of this origin may ask: our own, or one that the command line names."""
-        allowed = self._generator.cli_args.allowed_origins
-        own = urlsplit(origin).netloc == request.headers.get("host", "")
-        return "*" in allowed or origin in allowed or own
-
-    def _cors(self, origin: str | None) -> dict[str, str]:
-        """The CORS headers for pages that may ask."""
-        allowed = self._generator.cli_args.allowed_origins
-        headers = {"access-control-allow-methods": "*", "access-control-allow-headers": "*"}
-        if "*" in allowed:
-            headers["access-control-allow-origin"] = "*"
-        elif origin and origin in allowed:
-            headers |= {"access-control-allow-origin": origin, "vary": "Origin"}
-        return headers
+        try:
+            await self._routes(scope, receive, sending)
+        finally:
+            status = scope.get("state", {}).get("broke", status)
+            logging.info("%s %s: %d", scope["method"], scope["path"], status)
+            self._scheduler.metrics.answered(status)
 
     # -- completions ------------------------------------------------------------------------------
 
-    def _names(self) -> tuple[str, ...]:
-        """The names by which requests may call the model."""
-        return "default_model", str(self._generator.cli_args.model)
+    async def _chat(self, http: HttpRequest) -> Any:
+        return await self._completion(http, Chat)
 
-    async def _completion(self, request: Request) -> Any:
-        """Chats, and texts to complete."""
-        generator = self._generator
-        body = await self._body(request)
+    async def _text(self, http: HttpRequest) -> Any:
+        return await self._completion(http, Completion)
+
+    async def _completion(self, http: HttpRequest, kind: Any) -> Any:
+        body = body_of(kind, await self._body(http))
+        self._names.require(body.model)
+        settings = self._scheduler.settings
         try:
-            told = parsed(body)
-            chat = request.url.path in CHATS
-            asked = asked_of(
-                told, chat, self._names(), generator.cli_args, generator.defaults,
-                generator.pins, self._doors.strict,
-            )  # fmt: skip
-            if processes() > 1:
-                require_batchable(told)
+            own = cache_settings(body.own_settings(), settings.defaults)
+            asked = (body.mlx_h2o or {}).get("pins")
+            pins = settings.pins if asked is None else PinRequest.of(asked)
         except ValueError as error:
-            raise Refused(400, str(error)) from error
-        frame = Frame(chat, asked.stream, self._names()[-1], self._fingerprint)
-        headers = self._warn(asked.ignored)
-        exchange = Exchange(generator, self._threads, asked, frame, headers)
+            raise ApiError(400, str(error)) from error
+        name = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4()}"
+        seed = secrets.randbits(64) if body.seed is None else body.seed
+        seeds = [(seed + i) % SEEDS for i in range(body.n or 1)]
+        request = Request(body, name, own, pins, seeds)
+        own_names = self._names.model, self._names.fingerprint
+        shape = Format(body, name, *own_names, int(time.time()))
+        return Exchange(self, request, shape, self._warn(body.ignored))
 
-        async def answered(scope: Any, receive: Receive, send: Send) -> None:
-            self._exchanges.add(exchange)
-            try:
-                await exchange(scope, receive, send)
-            finally:
-                self._exchanges.discard(exchange)
-
-        return answered
-
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, http: HttpRequest) -> bytes:
         """A request's body, complete, within the size limit and in time.
 
         Raises:
-            Refused: The body is incomplete, too large or too late.
+            ApiError: The body is incomplete, too large or too late.
         """
-        largest, patience = self._doors.largest, self._doors.patience
-        length = request.headers.get("content-length")
-        if length is None and "transfer-encoding" not in request.headers:
-            raise Refused(411, "The request has no Content-Length, and so no body.", close=True)
+        largest, patience = self._rules.largest, self._rules.patience
+        close = {"Connection": "close"}
+        length = http.headers.get("content-length")
+        if length is None and "transfer-encoding" not in http.headers:
+            raise ApiError(411, "The request has no Content-Length, and so no body.", headers=close)
+        too_large = ApiError(
+            413, f"The request's body may have {largest} bytes at most.", headers=close
+        )
         if length is not None and int(length) > largest:
-            why = f"The request has {int(length)} bytes; {largest} are taken at most."
-            raise Refused(413, why, close=True)
+            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(patience):
-                async for piece in request.stream():
+                async for piece in http.stream():
                     body += piece
                     if len(body) > largest:
-                        why = f"The request has more than {largest} bytes, which are the most."
-                        raise Refused(413, why, close=True)
+                        raise too_large
         except TimeoutError as error:
             why = f"The request's body did not come within {patience:g} seconds."
-            raise Refused(408, why, close=True) from error
+            raise ApiError(408, why, headers=close) from error
         except ClientDisconnect as error:
-            raise Refused(CLIENT_GONE, "The client went away.", close=True) from error
+            raise ApiError(CLIENT_GONE, "The client went away.", headers=close) from error
         return bytes(body)
 
     def _warn(self, ignored: list[str]) -> dict[str, str]:
         """Log ignored fields once each; return the header that names them to the client."""
         if not ignored:
             return {}
-        names = [name for name in ignored if NAME.fullmatch(name)][:MOST_IGNORED]
+        names = [name for name in ignored if NAME.fullmatch(name)][:MAX_IGNORED]
         for name in names:
-            if name not in self._warned and len(self._warned) < MOST_WARNED:
+            if name not in self._warned and len(self._warned) < MAX_WARNED:
                 self._warned.add(name)
                 logging.warning("Requests have a field %s, which is ignored.", name)
         return {IGNORED: ", ".join(names) or "fields with other names"}
 
+    async def _instead(self, http: HttpRequest) -> Response:
+        raise ApiError(404, INSTEAD[http.url.path])
+
+    # -- what an exchange needs -------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        """Hand a request to the scheduler."""
+        self._requests.add(request)
+        self._scheduler.submit(request)
+
+    def finish(self, request: Request, delivered: Sequence[str]) -> None:
+        """A request is over.
+
+        Args:
+            request: The request.
+            delivered: The names of its answers, if its client has all of them.
+        """
+        self._requests.discard(request)
+        request.gone.set()
+        self._scheduler.wake()
+        for name in delivered:
+            self._scheduler.call(partial(self._scheduler.delivered, name))
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the server ends."""
+        return self._ending
+
     # -- reports ----------------------------------------------------------------------------------
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, http: HttpRequest) -> Response:
         """The model, in a list or by its name."""
-        name = request.path_params.get("name")
-        own = {"id": self._names()[-1], "object": "model", "created": self._created}
-        own |= {"owned_by": "mlx-h2o"}
+        name = http.path_params.get("name")
+        names = (self._names.model, *self._names.aliases)
+        models = {
+            one: {
+                "id": one, "object": "model", "created": self._created, "owned_by": "mlx-h2o"
+            }
+            for one in names
+        }  # fmt: skip
         if name is None:
-            return json_answer({"object": "list", "data": [own]})
-        if name not in self._names():
-            raise Refused(404, f"There is no model {name[:200]!r}; this server has {own['id']!r}.")
-        return json_answer(own)
+            return JSONResponse({"object": "list", "data": list(models.values())})
+        self._names.require(name)
+        return JSONResponse(models.get(name, models[self._names.model]))
 
-    async def _health(self, request: Request) -> Response:
-        generator = self._generator
-        told = generator.health.told(generator.provider.loaded.is_set(), generator.is_healthy)
-        return json_answer(told, 200 if told["status"] == "ok" else 503)
+    async def _health(self, http: HttpRequest) -> Response:
+        scheduler, health = self._scheduler, self._scheduler.health
+        status = "ok" if health.works else "failing"
+        if not scheduler.is_alive:
+            status = "unavailable"
+        elif not scheduler.loaded.is_set():
+            status = "loading"
+        report = {"status": status, "failures": health.failures, "last_failure": health.last}
+        return JSONResponse(report, 200 if status == "ok" else 503)
 
-    async def _metrics(self, request: Request) -> Response:
-        metrics = self._generator.metrics
-        body = await self._threads.result(metrics.text)
+    async def _metrics(self, http: HttpRequest) -> Response:
+        metrics = self._scheduler.metrics
+        body = await asyncio.to_thread(metrics.text)
         headers = {"Content-Type": metrics.content_type}
-        return Response(body, 200 if metrics.available else 501, headers)
+        return Response(body, 200, headers)
 
-    async def _page(self, request: Request) -> Response:
+    async def _page(self, http: HttpRequest) -> Response:
         """The page, for clients whose requests its endpoints would answer."""
-        self._require_here(request)
-        return Response(
-            page().body, 200, {"Content-Type": "text/html; charset=utf-8"} | page().headers
-        )
+        self._rules.require_page_reader(http)
+        html = page()
+        headers = {"Content-Type": "text/html; charset=utf-8"} | html.headers
+        return Response(html.body, 200, headers)
 
-    async def _watched(self, request: Request) -> Response:
+    async def _view(self, http: HttpRequest) -> Response:
         """The data that the page reads, and the pins that are set there."""
-        body = await self._body(request) if request.method == "POST" else b""
-        self._require_here(request)
-        origin, site = (request.headers.get(name) for name in ("origin", "sec-fetch-site"))
-        path = request.scope["raw_path"].decode("ascii")
-        query = request.scope["query_string"].decode("latin-1")
-        whole = f"{path}?{query}" if query else path
-        generator = self._generator
-
-        def look() -> Any:
-            watching.require_own_page(origin, site, lambda of: self._welcome(request, of))
-            if request.method == "POST":
-                return watching.posted(generator, whole, body)
-            return watching.got(generator, whole)
-
+        body = await self._body(http) if http.method == "POST" else b""
+        self._rules.require_page_reader(http)
+        path = http.scope["raw_path"].decode("ascii").partition("?")[0].removeprefix(PAGE_ROOT)
+        known = http.query_params.get("known")
         try:
-            told = await self._threads.result(look)
-        except watching.NotHere as error:
-            raise Refused(error.status, str(error)) from error
-        return json_answer(told, headers=NOT_KEPT)
+            if http.method == "POST":
+                look = views.change(path, from_json(body))
+            else:
+                look = views.view(path, known)
+            result = await self._between_steps(look)
+        except LookupError as error:
+            # While an answer is watched its prompt is still read, or it was stopped just now.
+            if known is not None and http.method == "GET":
+                return JSONResponse(None, headers=NO_STORE)
+            raise ApiError(404, str(error.args[0])) from error
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except TimeoutError as error:
+            why = "The server is busy with a request; ask again later."
+            raise ApiError(503, why) from error
+        return JSONResponse(result, headers=NO_STORE)
 
-    def _require_here(self, request: Request) -> None:
-        """Let through clients on this machine.
-
-        Raises:
-            Refused: The request comes from another machine.
-        """
-        peer = request.client.host if request.client else ""
+    async def _between_steps(self, look: views.Look) -> Any:
+        """The result of a view, whose parts the scheduler computes between its steps."""
+        steps, result = look(self._scheduler, self._names.model), None
         try:
-            watching.require_here(peer, request.headers.get("host", ""))
-        except watching.NotHere as error:
-            raise Refused(error.status, str(error)) from error
+            while True:
+                part = steps.send(result)
+                future: Future[Any] = self._scheduler.call(part)
+                async with asyncio.timeout(LOOK_PATIENCE):
+                    result = await asyncio.wrap_future(future)
+        except StopIteration as end:
+            return end.value
 
     # -- the end ----------------------------------------------------------------------------------
 
     @property
     def failed(self) -> bool:
         """Whether the model failed to load for good."""
-        return self._generator.provider.failure is not None
+        return self._scheduler.failure is not None
 
     def end(self) -> None:
         """Break off all answers; called in asyncio's loop."""
-        for exchange in list(self._exchanges):
-            exchange.end()
-
-    def join(self) -> None:
-        """Wait for the threads of all requests."""
-        self._threads.join()
+        self._ending = True
+        for request in list(self._requests):
+            request.deliver(0, ApiError(503, "The server is ending."))
 
 
-def json_answer(told: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An object as JSON.
+class Exchange:
+    """The answer to one request, as an ASGI application.
 
     Args:
-        told: The object.
-        status: The HTTP status.
-        headers: Additional headers.
+        service: The endpoints.
+        request: The request.
+        shape: The objects that answer it.
+        headers: Additional headers of the answer.
     """
-    more = {"Content-Type": "application/json", **(headers or {})}
-    return Response(json.dumps(told).encode(), status, more)
+
+    def __init__(self, service: Service, request: Request, shape: Format, headers: dict[str, str]):
+        self._service, self._request = service, request
+        self._format, self._headers = shape, headers
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._choices = [Choice(i) for i in range(request.count)]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer as long as the client is there.
+
+        Raises:
+            ApiError: The request cannot be answered; nothing was sent.
+        """
+        loop = asyncio.get_running_loop()
+
+        def deliver(index: int, event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and no one waits
+                loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+        self._request.deliver = deliver
+        watch = asyncio.create_task(self._watch(receive))
+        complete = False
+        try:
+            self._service.begin(self._request)
+            if self._request.body.stream:
+                await self._stream(scope, send)
+            else:
+                await self._whole(send)
+            complete = "broke" not in scope.get("state", {})
+        finally:
+            watch.cancel()
+            names = [self._request.answer_name(i) for i in range(self._request.count)]
+            self._service.finish(self._request, names if complete else [])
+
+    async def _watch(self, receive: Any) -> None:
+        """Notice when the client goes away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._request.deliver(0, ApiError(CLIENT_GONE, "The client went away."))
+
+    async def _news(self) -> AsyncIterator[tuple[int, Event]]:
+        """The events of all answers, until the last is complete; the choices grow meanwhile.
+
+        An answer's end comes once its conversation is on disk.
+
+        Raises:
+            ApiError: An answer broke off.
+        """
+        left = self._request.count
+        while left:
+            index, event = await self._events.get()
+            if isinstance(event, ApiError):
+                raise event
+            if isinstance(event, Ended):
+                left -= 1
+                if event.file is not None:
+                    with suppress(OSError):
+                        await asyncio.to_thread(sync, event.file)
+            self._choices[index].take(event)
+            yield index, event
+
+    async def _whole(self, send: Any) -> None:
+        """The answer in one piece."""
+        async for _ in self._news():
+            pass
+        answer = JSONResponse(self._format.whole(self._choices), headers=self._headers)
+        await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
+        await send({"type": "http.response.body", "body": answer.body})
+
+    async def _stream(self, scope: Any, send: Any) -> None:
+        """The answer as it comes; nothing is sent before its prompt is read."""
+        started = False
+        try:
+            async for piece in self._pieces():
+                if not started:
+                    await self._start(send)
+                    started = True
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        except ApiError as error:
+            if not started:
+                raise
+            scope.setdefault("state", {})["broke"] = error.status
+            last = b"data: " + error.body() + b"\n\n"
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _start(self, send: Any) -> None:
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        raw = Response(headers=headers | self._headers).raw_headers
+        raw = [one for one in raw if one[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """The answer as it comes, without its end mark."""
+        shape, body, named = self._format, self._request.body, False
+        async for index, news in self._news():
+            if isinstance(news, Progress):
+                yield b": keepalive %d/%d\n\n" % (news.read, news.whole)
+            if isinstance(news, Begun | Progress):
+                continue
+            if not named and body.chat:
+                # In the order of their numbers: some clients expect the first choice first.
+                named = True
+                for i in range(self._request.count):
+                    yield event(shape.first(i))
+            if isinstance(news, Piece):
+                yield event(shape.piece(index, news))
+            elif isinstance(news, Ended):
+                yield event(shape.last(index, news))
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield event(shape.usage(self._choices))
 
 
-def answer(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error in the format that OpenAI's clients read.
-
-    Args:
-        status: The HTTP status.
-        why: The message.
-        headers: Additional headers.
-    """
-    more = {"Content-Type": "application/json", **(headers or {})}
-    return Response(error_body(status, why), status, more)
+async def _refused(http: HttpRequest, error: Any) -> Response:
+    return error_response(error)
 
 
-async def _refused(request: Request, error: Refused) -> Response:
-    return answer(error.status, str(error), error.headers)
-
-
-async def _no_route(request: Request, error: HTTPException) -> Response:
+async def _no_route(http: HttpRequest, error: Any) -> Response:
     why = "There is nothing here."
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        why = f"{request.method} is not served here; {allowed} is."
-    return answer(error.status_code, why, error.headers)
+        why = f"{http.method} is not served here; {allowed} is."
+    return error_response(ApiError(error.status_code, why, headers=error.headers))
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    return answer(500, f"{type(error).__name__}: {error}")
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+    return error_response(ApiError(500, f"{type(error).__name__}: {error}"))

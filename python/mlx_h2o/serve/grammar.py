@@ -1,22 +1,21 @@
-"""Answers of a required form: JSON, a schema, a tool call, a regular expression, a grammar.
+"""Answers of a required form: JSON, a schema, a tool call.
 
 llguidance (the extra `grammar`) computes which tokens may come next; it reads Hugging Face's fast
-tokenizers, needs neither torch nor a GPU, and supports JSON schemas, regular expressions and Lark
-grammars. This module turns its mask into a logits processor, which mlx-lm's batches and its
-generation of one sequence both take.
+tokenizers, needs neither torch nor a GPU, and supports JSON schemas and Lark grammars. This module
+turns its mask into a logits processor.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.serve.tool_forms import FAMILIES, calls_of, family_of, json_rule
+from mlx_h2o.serve.errors import ApiError
+from mlx_h2o.serve.protocol import Body, Chat, NamedTool
+from mlx_h2o.serve.tools import FAMILIES, calls_of, family_of, json_rule
 
 #: The missing package, and how to install it.
 MISSING = (
@@ -24,142 +23,102 @@ MISSING = (
     "'mlx-h2o[grammar]'."
 )
 #: The most tool calls in one answer, if it may have several.
-MOST_CALLS = 8
+MAX_CALLS = 8
 
 
-class NotInstalled(Exception):
-    """llguidance is not installed."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """The form required of an answer.
-
-    Attributes:
-        lark: A grammar in Lark's syntax, as llguidance takes it.
-    """
-
-    lark: str
-
-
-def form_of(
-    response_format: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]] | None,
-    tool_choice: Any,
-    several: bool,
-    tokenizer: Any,
-) -> Form | None:
-    """The form that a request requires; None if its answer is free.
-
-    Args:
-        response_format: The request's field, checked.
-        tools: The request's field, checked.
-        tool_choice: The request's field: "auto", "none", "required" or a tool by its name.
-        several: Whether one answer may call several tools.
-        tokenizer: The model's tokenizer.
+def grammar_of(body: Body, tokenizer: Any) -> str | None:
+    """The Lark grammar of a request's answer; None if its answer is free.
 
     Raises:
         ValueError: The model's format of tool calls is not supported.
     """
-    answer = _answer_of(response_format)
-    forced = tools is not None and tool_choice not in (None, "auto", "none")
-    if not forced and (answer is None or not tools or tool_choice == "none"):
-        return None if answer is None else Form(f"start: answer\n{answer}")
-    assert tools is not None
-    reads, family = family_of(tokenizer)
+    answer = _answer_rule(body)
+    tools = body.offered_tools if isinstance(body, Chat) else None
+    if tools is None:
+        return None if answer is None else f"start: answer\n{answer}"
+    assert isinstance(body, Chat)
+    choice = body.tool_choice
+    forced = choice == "required" or isinstance(choice, NamedTool)
+    if not forced and answer is None:
+        return None
+    reader, family = family_of(tokenizer)
     if family is None:
         raise ValueError(
             "tool_choice 'required' or of a name, and response_format beside tools, are served "
             f"for models whose calls are read by {', '.join(FAMILIES)}; this one's are read by "
-            f"{reads}: use tool_choice 'auto', without response_format."
+            f"{reader}: use tool_choice 'auto', without response_format."
         )
-    name = tool_choice["function"]["name"] if isinstance(tool_choice, Mapping) else None
-    wanted = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    most = MOST_CALLS if several and name is None else 1
-    calls = calls_of(family, wanted, most, tokenizer)
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    several = body.parallel_tool_calls is not False and name is None
+    calls = calls_of(family, functions, MAX_CALLS if several else 1, tokenizer)
     if forced:
-        return Form(f"start: calls\n{calls}")
-    return Form(f"start: answer | calls\n{answer}{calls}")
+        return f"start: calls\n{calls}"
+    return f"start: answer | calls\n{answer}{calls}"
 
 
-def _answer_of(asked: Mapping[str, Any] | None) -> str | None:
+def _answer_rule(body: Body) -> str | None:
     """The rule `answer` of a response_format; None means anything."""
-    kind = asked["type"] if asked else "text"
-    assert asked is not None or kind == "text"
-    match kind:
-        case "json_object":
-            return f"answer: {json_rule({'type': 'object'})}\n"
-        case "json_schema":
-            assert asked is not None
-            return f"answer: {json_rule(asked['json_schema']['schema'])}\n"
-        case _:
-            return None
+    format_ = body.response_format
+    if format_ is None or format_.type == "text":
+        return None
+    schema = format_.json_schema.schema_ if format_.json_schema else {"type": "object"}
+    return f"answer: {json_rule(schema)}\n"
 
 
-class Grammars:
-    """llguidance's tokenizer for one model, made at first use."""
-
-    def __init__(self) -> None:
-        self._made: Any = None
-        self._making = threading.Lock()
-
-    def tokenizer(self, tokenizer: Any) -> Any:
-        """The model's tokenizer in llguidance's form.
-
-        Raises:
-            NotInstalled: llguidance is missing.
-            ValueError: llguidance cannot read such a tokenizer.
-        """
-        with self._making:
-            if self._made is None:
-                try:
-                    from llguidance.hf import from_tokenizer
-                except ImportError as error:
-                    raise NotInstalled(MISSING) from error
-                ends = sorted(tokenizer.eos_token_ids)
-                inner = getattr(tokenizer, "_tokenizer", tokenizer)
-                self._made = from_tokenizer(inner, eos_token=ends)
-            return self._made
-
-    def check(self, form: Form) -> None:
-        """Raise ValueError for an invalid form; call `tokenizer` before."""
-        from llguidance import LLMatcher
-
-        wrong = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(form.lark), self._made)
-        if wrong and not wrong.startswith("WARNING"):
-            raise ValueError(f"The form of the answer is invalid: {wrong.strip()}")
-
-    def processor(self, form: Form, tokenizer: Any, reasons: bool) -> Constrained:
-        """The logits processor of one request.
-
-        Args:
-            form: The form of its answer.
-            tokenizer: The model's tokenizer.
-            reasons: Whether the prompt has opened the model's reasoning, which has no required
-                form.
-        """
-        from llguidance import LLMatcher
-
-        own = self.tokenizer(tokenizer)
-        matcher = LLMatcher(own, LLMatcher.grammar_from_lark(form.lark))
-        ends = list(map(int, tokenizer.eos_token_ids))
-        until = tuple(tokenizer.think_end_tokens or ()) if reasons else ()
-        return Constrained(matcher, ends, until)
-
-
-class Constrained:
-    """A logits processor that lets through only the tokens that a form allows next.
+class GrammarCompiler:
+    """llguidance for one model's tokenizer; for the thread that generates.
 
     Args:
-        matcher: llguidance's matcher at the form's beginning.
+        tokenizer: The model's tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._own: Any = None
+
+    def processor(self, grammar: str, reasons: bool) -> GrammarProcessor:
+        """The logits processor of one answer.
+
+        Args:
+            grammar: The grammar in Lark's syntax.
+            reasons: Whether the prompt has opened the model's reasoning, which has no required
+                form.
+
+        Raises:
+            ApiError: llguidance is missing.
+            ValueError: The grammar is invalid, or llguidance cannot read such a tokenizer.
+        """
+        try:
+            from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ApiError(501, MISSING) from error
+        if self._own is None:
+            inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
+            self._own = from_tokenizer(inner, eos_token=sorted(self._tokenizer.eos_token_ids))
+        lark = LLMatcher.grammar_from_lark(grammar)
+        problem = LLMatcher.validate_grammar(lark, self._own)
+        if problem and not problem.startswith("WARNING"):
+            raise ValueError(f"The form of the answer is invalid: {problem.strip()}")
+        ends = list(map(int, self._tokenizer.eos_token_ids))
+        until = tuple(self._tokenizer.think_end_tokens or ()) if reasons else ()
+        return GrammarProcessor(LLMatcher(self._own, lark), ends, until)
+
+
+class GrammarProcessor:
+    """A logits processor that lets through only the tokens that a grammar allows next.
+
+    Args:
+        matcher: llguidance's matcher at the grammar's beginning.
         ends: Tokens that end an answer.
-        until: Tokens after which the form begins; if empty, it begins with the answer.
+        until: Tokens after which the grammar begins; if empty, it begins with the answer.
     """
 
     def __init__(self, matcher: Any, ends: Sequence[int], until: Sequence[int]):
         self._matcher, self._ends, self._until = matcher, list(ends), list(until)
         self._read: int | None = None
-        self._free: list[int] = []  # the last tokens before the form begins
+        self._free: list[int] = []  # the last tokens before the grammar begins
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits of shape (1, V) with -inf for tokens that are not allowed.
@@ -170,7 +129,7 @@ class Constrained:
         """
         if self._read is None:  # all tokens are the prompt's
             self._read = tokens.size
-        elif tokens.size < self._read:  # a step is repeated
+        elif tokens.size < self._read:  # a sequence is computed again
             self._matcher.rollback(self._read - tokens.size)
         new: Any = tokens[self._read :].tolist()
         for token in new:

@@ -11,7 +11,6 @@ import asyncio
 import http
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlx_h2o.serve.answers import error_body
 from mlx_h2o.serve.app import Service
+from mlx_h2o.serve.errors import ApiError
 
 #: Seconds that answers may take to end when the server ends; after that they are cancelled.
 LONGEST_END = 30
@@ -31,7 +30,7 @@ BACKLOG = 512
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """The limits of a connection.
 
     Attributes:
@@ -69,7 +68,7 @@ class Certificate:
 class Protocol(H11Protocol):
     """uvicorn's protocol, with limits for clients that are slow or many."""
 
-    limits = Limits()
+    limits = ConnectionLimits()
     _headers_due: asyncio.TimerHandle | None = None
     _reading_due: asyncio.TimerHandle | None = None
 
@@ -130,7 +129,7 @@ class Protocol(H11Protocol):
 
     def _refuse(self, status: int, why: str) -> None:
         """Answer without a request, and close the connection."""
-        body = error_body(status, why)
+        body = ApiError(status, why).body()
         head = (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -180,7 +179,7 @@ class Server:
         self,
         listening: socket.socket,
         service: Service,
-        limits: Limits,
+        limits: ConnectionLimits,
         certificate: Certificate | None,
         ready: Callable[[Server], None],
     ):
@@ -208,11 +207,8 @@ class Server:
         self._server = _Uvicorn(config, service, lambda: ready(self))
 
     def serve(self) -> None:
-        """Answer until `shutdown`, Ctrl-C or SIGTERM; afterwards no request's thread is left."""
-        try:
-            self._server.run(sockets=[self._socket])
-        finally:
-            self._service.join()
+        """Answer until `shutdown`, Ctrl-C or SIGTERM."""
+        self._server.run(sockets=[self._socket])
 
     def shutdown(self) -> None:
         """End the server; any thread may call this."""
@@ -258,16 +254,3 @@ def sigterm_interrupts() -> Iterator[None]:
 
 def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
-
-
-def say_address(host: str, port: int, tls: bool) -> None:
-    """Print the address, for the user and for programs that wait for this line.
-
-    Args:
-        host: The host that it listens on.
-        port: The port that it listens on.
-        tls: Whether it speaks HTTPS.
-    """
-    scheme = "https" if tls else "http"
-    shown = f"[{host}]" if ":" in host else host
-    print(f"Serving on {scheme}://{shown}:{port}", file=sys.stderr, flush=True)

@@ -1,92 +1,82 @@
-"""The server's metrics, for Prometheus."""
+"""The server's metrics, for Prometheus (the package prometheus-client)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-MISSING = "Install prometheus-client (pip install 'mlx-h2o[server]') for /metrics.\n"
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
 
-
-@dataclass(frozen=True, eq=False)
-class _Gauges:
-    """Gauges that belong together, as prometheus-client collects them."""
-
-    family: Callable[..., Any]
-    texts: Mapping[str, str]
-    look: Callable[[], Mapping[str, float]]
-
-    def collect(self) -> Iterator[Any]:
-        """All gauges, read at one moment."""
-        now = self.look()
-        for name, text in self.texts.items():
-            yield self.family(f"mlx_h2o_{name}", text, value=now[name])
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens read.",
+    "generated_tokens": "Tokens generated.",
+    "evicted_tokens": "Tokens evicted, mean over heads.",
+    "failed_steps": "Steps that raised.",
+}
+TIMES = {
+    "queue_seconds": "Time until a request was let in.",
+    "token_seconds": "Time of one step of all that run, each of which gives one token.",
+}
+GAUGES = {
+    "kv_bytes_running": "Bytes of caches that are in use.",
+    "kv_bytes_reserved": "Bytes that they may take.",
+    "kv_bytes_idle": "Bytes of idle conversations.",
+    "kv_bytes_peak": "Most bytes of both at once.",
+    "kv_bytes_bound": "Bytes that all may take; 0: no bound.",
+    "slots": "Tokens that running caches hold, mean over layers.",
+    "running": "Requests that run.",
+    "queue": "Requests that wait.",
+    "idle": "Idle caches.",
+    "shrunk": "How often an idle conversation shrank.",
+    "forgotten": "Idle caches that made room.",
+}
 
 
 class Metrics:
-    """Counters, gauges and times of one server; nothing is counted without prometheus-client.
+    """Counters, times and gauges of one server."""
 
-    Attributes:
-        available: Whether prometheus-client is installed.
-        content_type: The content type of `text`.
-    """
+    content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-        self.content_type = "text/plain; charset=utf-8"
-        try:
-            import prometheus_client
-            import prometheus_client.core
-        except ImportError:
-            self.available = False
-            return
-        self.available = True
-        self.content_type = prometheus_client.CONTENT_TYPE_LATEST
-        self._client = prometheus_client
-        self._registry = prometheus_client.CollectorRegistry()
+        self._registry = CollectorRegistry()
+        own: Any = {"registry": self._registry}
+        self._counters = {
+            name: Counter(f"mlx_h2o_{name}", COUNTERS[name], **own) for name in COUNTERS
+        }
+        self._times = {name: Histogram(f"mlx_h2o_{name}", TIMES[name], **own) for name in TIMES}
+        text = "Requests, by the status of the answer."
+        self._requests = Counter("mlx_h2o_requests", text, ["status"], **own)
 
-    def count(self, name: str, text: str, amount: float = 1, **labels: str) -> None:
-        """Add to a counter.
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to one of COUNTERS."""
+        self._counters[name].inc(amount)
 
-        Args:
-            name: The counter's name.
-            text: Its help text.
-            amount: The amount to add.
-        """
-        if self.available:
-            self._of(self._client.Counter, name, text, labels).inc(amount)
+    def observe(self, name: str, seconds: float) -> None:
+        """Record one of TIMES."""
+        self._times[name].observe(seconds)
 
-    def observe(self, name: str, text: str, value: float) -> None:
-        """Record a duration, or a share.
+    def answered(self, status: int) -> None:
+        """Count a request by the status of its answer."""
+        self._requests.labels(status=str(status)).inc()
 
-        Args:
-            name: The histogram's name.
-            text: Its help text.
-            value: The duration in seconds, or a number from 0 to 1.
-        """
-        if self.available:
-            self._of(self._client.Histogram, name, text, {}).observe(value)
+    def watch(self, look: Callable[[], Mapping[str, float]]) -> None:
+        """Register a function that returns GAUGES, all read at one moment."""
 
-    def gauges(self, texts: Mapping[str, str], look: Callable[[], Mapping[str, float]]) -> None:
-        """Register gauges; each time they are scraped, all are read at one moment.
+        class Gauges:
+            def collect(self) -> Iterable[Any]:
+                """All gauges."""
+                for name, value in look().items():
+                    yield GaugeMetricFamily(f"mlx_h2o_{name}", GAUGES[name], value=value)
 
-        Args:
-            texts: The gauges' help texts, by their names.
-            look: Returns their values, by their names.
-        """
-        if self.available:
-            self._registry.register(_Gauges(self._client.core.GaugeMetricFamily, texts, look))
-
-    def _of(self, kind: Any, name: str, text: str, labels: dict[str, str]) -> Any:
-        if name not in self._made:
-            self._made[name] = kind(f"mlx_h2o_{name}", text, list(labels), registry=self._registry)
-        made = self._made[name]
-        return made.labels(**labels) if labels else made
+        self._registry.register(Gauges())
 
     def text(self) -> str:
         """All metrics in Prometheus's text format."""
-        if not self.available:
-            return MISSING
-        shown: bytes = self._client.generate_latest(self._registry)
-        return shown.decode()
+        return generate_latest(self._registry).decode()

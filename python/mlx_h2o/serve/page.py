@@ -49,9 +49,9 @@ def page() -> Page:
 
 def _inside(text: str, name: str) -> str:
     """The content of the page's one element of this name."""
-    found = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
-    assert len(found) == 1, name
-    return str(found[0])
+    contents = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    assert len(contents) == 1, name
+    return str(contents[0])
 
 
 def _digest(text: str) -> str:

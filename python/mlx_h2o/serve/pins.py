@@ -6,72 +6,59 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_h2o.chat.pin_rules import PromptText, of_roles, of_texts, whole_sentences
-from mlx_h2o.serve.patterns import check_pattern, matches
+from mlx_h2o.chat.pin_rules import PromptText, of_roles, of_texts
 from mlx_h2o.storage.pins import Span, among_first, checked_spans, joined
 
 #: The field among a request's settings.
 FIELD = "mlx_h2o.pins"
-KINDS = ("roles", "texts", "patterns", "spans")
+KINDS = ("roles", "texts", "spans")
 #: The most rules of each kind in one request.
-MOST_RULES = 64
+MAX_RULES = 64
 
 
 @dataclass(frozen=True)
-class AskedPins:
-    """Pins in words, to be found in a prompt.
+class PinRequest:
+    """Pins in words, to be looked for in a prompt.
 
     Attributes:
         roles: Roles of messages: everything that they say.
         texts: Texts as they stand in the prompt, every occurrence.
-        patterns: Regular expressions (`patterns.py`): the whole sentences in which they match.
         spans: Spans of the prompt's tokens, first and one past the last.
         required: Whether a rule that matches nothing is an error; the server's pins for all
             requests may match nothing.
-
-    Raises:
-        ValueError: One of them is invalid.
     """
 
     roles: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
     required: bool = True
 
-    def __post_init__(self) -> None:
-        for i, pattern in enumerate(self.patterns):
-            check_pattern(f"{FIELD}.patterns[{i}]", pattern)
-
-    def __bool__(self) -> bool:
-        return bool(self.roles or self.texts or self.patterns or self.spans)
-
     @classmethod
-    def of(cls, asked: Any) -> AskedPins:
+    def of(cls, value: Any) -> PinRequest:
         """A request's pins: an object of lists by KINDS, or a list of spans.
 
         Raises:
             ValueError: The value is something else; the message names the field.
         """
-        if isinstance(asked, list):
-            asked = {"spans": asked}
-        if not isinstance(asked, dict) or not set(asked) <= set(KINDS):
+        if isinstance(value, list):
+            value = {"spans": value}
+        if not isinstance(value, dict) or not set(value) <= set(KINDS):
             raise ValueError(
                 f"{FIELD} must be an object with lists of {', '.join(KINDS)}, as "
                 "{'roles': ['system']}, or a list of spans of tokens, as [[0, 40]]."
             )
         words = dict[str, tuple[str, ...]]()
         for kind in KINDS[:-1]:
-            given = asked.get(kind, [])
-            if not isinstance(given, list) or not all(isinstance(x, str) and x for x in given):
+            texts = value.get(kind, [])
+            if not isinstance(texts, list) or not all(isinstance(x, str) and x for x in texts):
                 raise ValueError(f"{FIELD}.{kind} must be a list of texts.")
-            words[kind] = tuple(given)
+            words[kind] = tuple(texts)
         for kind in KINDS:
-            if isinstance(asked.get(kind), list) and len(asked[kind]) > MOST_RULES:
-                count = len(asked[kind])
-                raise ValueError(f"{FIELD}.{kind} has {count}; {MOST_RULES} are taken at most.")
-        spans = checked_spans(f"{FIELD}.spans", asked.get("spans", []))
-        return cls(words["roles"], words["texts"], words["patterns"], spans)
+            if isinstance(value.get(kind), list) and len(value[kind]) > MAX_RULES:
+                count = len(value[kind])
+                raise ValueError(f"{FIELD}.{kind} has {count}; at most {MAX_RULES} are allowed.")
+        spans = checked_spans(f"{FIELD}.spans", value.get("spans", []))
+        return cls(words["roles"], words["texts"], spans)
 
     def in_prompt(
         self, tokenizer: Any, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]
@@ -84,7 +71,7 @@ class AskedPins:
             messages: The prompt's messages; empty if it is not a chat.
 
         Raises:
-            ValueError: A required rule matches nothing, or the search takes too long.
+            ValueError: A required rule matches nothing.
         """
         spans = self.spans if self.required else among_first(self.spans, len(tokens))
         for first, end in spans:
@@ -92,16 +79,15 @@ class AskedPins:
                 raise ValueError(
                     f"{FIELD}.spans has ({first}, {end}), and the prompt has {len(tokens)} tokens."
                 )
-        if not (self.roles or self.texts or self.patterns):
+        if not (self.roles or self.texts):
             return spans
         prompt = PromptText.of(tokenizer, tokens)
-        said = [message for message in messages if isinstance(message.get("content"), str)]
-        found = [
-            *of_roles(self.roles, said, prompt.text, self.required),
+        texts = [message for message in messages if isinstance(message.get("content"), str)]
+        matches = [
+            *of_roles(self.roles, texts, prompt.text, self.required),
             *of_texts(self.texts, prompt.text, self.required),
-            *whole_sentences(prompt.text, matches(self.patterns, prompt.text)),
         ]
-        return joined((*spans, *prompt.positions(found)))
+        return joined((*spans, *prompt.positions(matches)))
 
 
-NO_PINS = AskedPins()
+NO_PINS = PinRequest()

@@ -12,13 +12,11 @@ from mlx_lm.generate import BatchGenerator
 import mlx_h2o
 from mlx_h2o.integration.refusals import NothingToBound
 from mlx_h2o.integration.stock_caches import stock_caches
-from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.conversations import Conversations, pieces_of
-from mlx_h2o.serve.fields import label_of
-from mlx_h2o.serve.marks import Mark, mark, mark_of
-from mlx_h2o.serve.most_bytes import most_bytes
-from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
-from mlx_h2o.serve.ticket import Ticket
+from mlx_h2o.serve.keys import Mark, Place, key_of, token_count, tokens_of
+from mlx_h2o.serve.memory import Ledger, most_bytes
+from mlx_h2o.serve.protocol import label_of
+from mlx_h2o.serve.sessions import Limits, Sessions, Turn
 from model_coverage import coverage_model
 from tiny_models import kept_positions, prompt_tokens, tiny_model
 
@@ -30,10 +28,11 @@ def model() -> Any:
     return tiny_model("llama")
 
 
-def made(model: Any, label: str = "a", **settings: Any) -> list[Any]:
-    cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
-    mark(cache, Mark(label, tuple(settings.get("pins", ()))))
-    return cache
+TURN = Turn("cmpl-1", "how it began")
+
+
+def made(model: Any, **settings: Any) -> list[Any]:
+    return mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
 
 
 def read(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
@@ -42,14 +41,37 @@ def read(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
     return logits
 
 
-def known(conversations: Conversations, tokens: list[int]) -> int:
-    return len(tokens) - len(conversations.fetch_nearest_cache("model", tokens)[1])
+def place(tokens: list[int], label: str = "a", pins: Any = ()) -> Place:
+    return Place(Mark(label, tuple(pins)), key_of(tokens))
 
 
-def begun(model: Any, **options: Any) -> Conversations:
-    conversations = Conversations(**options)
-    conversations.begin(made(model))
-    return conversations
+class Store(Conversations):
+    """Conversations of one model, with as many bytes as a test allows."""
+
+    def __init__(self, model: Any, folder: Any = None, fingerprint: str = "m"):
+        self.left: int | None = None
+        super().__init__(lambda: self.left)
+        self.model = model
+        if folder is not None:
+            self.use(Sessions(folder, "m", fingerprint, Limits()))
+
+    def put(self, tokens: list[int], cache: list[Any], kind: str = "turn", **own: Any) -> None:
+        assert self.keep(place(tokens, **own), cache, kind, TURN if kind == "turn" else None)
+
+    def fetch(
+        self, tokens: list[int], label: str = "a", pins: Any = (), **settings: Any
+    ) -> tuple[list[Any], list[int]]:
+        empty = made(self.model, **({"pins": pins} if pins else {}), **settings)
+        cache, count = self.take(place(tokens, label, pins), empty)
+        return cache, tokens[count:]
+
+    def known_of(self, tokens: list[int], **own: Any) -> int:
+        return len(tokens) - len(self.fetch(tokens, **own)[1])
+
+    def room(self, left: int) -> None:
+        self.left = left
+        self.make_room()
+        self.left = None
 
 
 # -- what is gone on with -------------------------------------------------------------------------
@@ -57,47 +79,45 @@ def begun(model: Any, **options: Any) -> Conversations:
 
 def test_a_cache_serves_its_own_continuation_and_is_not_changed_by_it(model):
     tokens = prompt_tokens(90)
-    conversations, cache = begun(model), made(model)
+    conversations, cache = Store(model), made(model)
     read(model, cache, tokens[:70])
     alone = mlx_h2o.make_prompt_cache(model, SIZE)
     read(model, alone, tokens[:70])
     expected = read(model, alone, tokens[70:])
-    conversations.insert_cache("model", tokens[:70], cache)
+    conversations.put(tokens[:70], cache)
     for _ in range(2):
-        taken, rest = conversations.fetch_nearest_cache("model", tokens)
+        taken, rest = conversations.fetch(tokens)
         assert rest == tokens[70:]
         assert mx.array_equal(read(model, taken, rest), expected)
 
 
 def test_the_longest_is_taken_and_one_token_is_always_left(model):
-    tokens, conversations = prompt_tokens(60), begun(model)
+    tokens, conversations = prompt_tokens(60), Store(model)
     for count in (20, 45, 60):
         cache = made(model)
         read(model, cache, tokens[:count])
-        conversations.insert_cache("model", tokens[:count], cache)
-    assert known(conversations, tokens) == 45
-    assert known(conversations, [*tokens, 5]) == 60
-    assert known(conversations, tokens[:46]) == 45
-    assert known(conversations, tokens[:20]) == 0
-    assert known(conversations, []) == 0
+        conversations.put(tokens[:count], cache)
+    assert conversations.known_of(tokens) == 45
+    assert conversations.known_of([*tokens, 5]) == 60
+    assert conversations.known_of(tokens[:46]) == 45
+    assert conversations.known_of(tokens[:20]) == 0
 
 
 @pytest.mark.parametrize("undo", [0, 4])
 def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, undo):
     """The last three tokens were steps; a fourth was not asked to be undone."""
     tokens = prompt_tokens(70)
-    conversations, cache = Conversations(), made(model, undo=undo)
-    conversations.begin(made(model, undo=undo))
+    conversations, cache = Store(model), made(model, undo=undo)
     read(model, cache, tokens[:67])
     for token in tokens[67:]:
         read(model, cache, [token])
-    conversations.insert_cache("model", tokens, cache)
+    conversations.put(tokens, cache)
     other = [*tokens[:67], 1 + tokens[67] % 100, 3, 4]
-    assert known(conversations, other) == (67 if undo else 0)
-    assert known(conversations, tokens) == (69 if undo else 0)
-    assert known(conversations, [*tokens[:66], 1 + tokens[66] % 100, 3]) == 0
+    assert conversations.known_of(other) == (67 if undo else 0)
+    assert conversations.known_of(tokens) == (69 if undo else 0)
+    assert conversations.known_of([*tokens[:66], 1 + tokens[66] % 100, 3]) == 0
     if undo:
-        taken, rest = conversations.fetch_nearest_cache("model", other)
+        taken, rest = conversations.fetch(other)
         alone = made(model, undo=undo)
         read(model, alone, tokens[:67])
         expected = [read(model, alone, [token]) for token in rest]
@@ -106,13 +126,12 @@ def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, und
 
 
 def test_caches_of_other_settings_are_not_gone_on_with(model):
-    tokens, conversations = prompt_tokens(30), begun(model)
-    cache = made(model, "b")
+    tokens, conversations = prompt_tokens(30), Store(model)
+    cache = made(model)
     read(model, cache, tokens[:20])
-    conversations.insert_cache("model", tokens[:20], cache)
-    assert known(conversations, tokens) == 0
-    conversations.begin(made(model, "b"))
-    assert known(conversations, tokens) == 20
+    conversations.put(tokens[:20], cache, label="b")
+    assert conversations.known_of(tokens) == 0
+    assert conversations.known_of(tokens, label="b") == 20
     assert label_of({"max_size": 3, "sink": 2}) == label_of({"sink": 2, "max_size": 3})
 
 
@@ -136,33 +155,19 @@ def test_a_pinned_prefix_serves_prompts_that_pin_the_same_of_it(
     model, tmp_path, files, held, wanted, served
 ):
     tokens = prompt_tokens(90)
-    conversations = Conversations(sessions=Sessions(tmp_path, "m"))
+    conversations = Store(model, tmp_path)
     cache = made(model, pins=held, **ROOMY)
     read(model, cache, tokens[:80])
-    conversations.insert_cache("model", tokens[:80], cache)
+    conversations.put(tokens[:80], cache, pins=held)
     if files:
-        conversations = Conversations(sessions=Sessions(tmp_path, "m"))
-    conversations.begin(made(model, pins=wanted, **ROOMY))
-    taken, rest = conversations.fetch_nearest_cache("model", tokens)
+        conversations = Store(model, tmp_path)
+    taken, rest = conversations.fetch(tokens, pins=wanted, **ROOMY)
     assert len(tokens) - len(rest) == (80 if served else 0)
+    mlx_h2o.pin(taken, wanted)  # the scheduler pins what is still to come
     read(model, taken, rest)
     assert taken[0].pins == tuple(wanted)
     pinned = {position for span in wanted for position in range(*span)}
     assert all(pinned <= set(head) for entry in taken for head in kept_positions(entry))
-    assert mark_of(taken) == Mark("a", tuple(wanted))
-
-
-def test_what_was_let_go_by_hand_stays_so(model):
-    tokens, conversations = prompt_tokens(90), Conversations()
-    cache = made(model, pins=[(2, 9)], **ROOMY)
-    read(model, cache, tokens[:80])
-    conversations.insert_cache("model", tokens[:80], cache)
-    conversations.change(conversations.idle[0], lambda cache: mlx_h2o.unpin(cache, [(2, 5)]))
-    conversations.change(conversations.idle[0], lambda cache: mlx_h2o.pin(cache, [(79, 80)]))
-    conversations.begin(made(model, pins=[(2, 9), (82, 84)], **ROOMY))
-    taken, rest = conversations.fetch_nearest_cache("model", tokens)
-    assert len(rest) == 10
-    assert taken[0].pins == ((5, 9), (79, 80), (82, 84))
 
 
 # -- room -----------------------------------------------------------------------------------------
@@ -170,12 +175,12 @@ def test_what_was_let_go_by_hand_stays_so(model):
 
 def test_many_sessions_share_a_prefix_and_its_bytes(model):
     """A snapshot before the first eviction: copies hold its arrays until they go on."""
-    tokens, conversations = prompt_tokens(30), begun(model)
+    tokens, conversations = prompt_tokens(30), Store(model)
     cache = made(model)
     read(model, cache, tokens)
-    conversations.insert_cache("model", tokens, cache, cache_type="system")
+    conversations.put(tokens, cache, "system")
     once = conversations.nbytes
-    copies = [conversations.fetch_nearest_cache("model", [*tokens, i])[0] for i in range(5)]
+    copies = [conversations.fetch([*tokens, i])[0] for i in range(5)]
     together: dict[int, int] = {}
     for taken in copies:
         together |= pieces_of(taken)
@@ -194,86 +199,90 @@ def test_many_sessions_share_a_prefix_and_its_bytes(model):
 
 
 def test_snapshots_go_first_then_conversations_shrink_then_the_oldest_go(model):
-    conversations = begun(model)
+    conversations = Store(model)
     prompts = [prompt_tokens(80, seed=seed) for seed in range(3)]
     for tokens in prompts:
-        for count, kind in ((60, "user"), (80, "assistant")):
+        for count, kind in ((60, "prompt"), (80, "turn")):
             cache = made(model)
             read(model, cache, tokens[:count])
-            conversations.insert_cache("model", tokens[:count], cache, cache_type=kind)
+            conversations.put(tokens[:count], cache, kind)
     whole = conversations.nbytes
-    conversations.make_room(whole - 1)
+    conversations.room(whole - 1)
     assert (len(conversations), conversations.shrunk) == (5, 0)
-    conversations.make_room(whole // 2)
+    conversations.room(whole // 2)
     assert (len(conversations), conversations.shrunk) == (3, 0)
-    conversations.make_room(conversations.nbytes - 1)
+    conversations.room(conversations.nbytes - 1)
     assert (len(conversations), conversations.shrunk) == (3, 1)
-    cache, rest = conversations.fetch_nearest_cache("model", [*prompts[0], 7])
+    cache, rest = conversations.fetch([*prompts[0], 7])
     assert len(rest) == 1
     assert cache[0].size() < SIZE  # it had to forget,
     assert cache[0].budgets == made(model)[0].budgets  # and may remember as much as ever again
     smallest = conversations.nbytes // 3
-    conversations.make_room(smallest)
+    conversations.room(smallest)
     assert conversations.shrunk == 3
-    assert known(conversations, [*prompts[1], 7]) == 0  # unused longest
-    conversations.make_room(0)
+    assert conversations.known_of([*prompts[1], 7]) == 0  # unused longest
+    conversations.room(0)
     assert (len(conversations), conversations.nbytes) == (0, 0)
 
 
 def test_what_made_room_comes_back_from_its_file_as_it_was(model, tmp_path):
     tokens = prompt_tokens(80)
-    conversations = begun(model, sessions=Sessions(tmp_path, "m"))
+    conversations = Store(model, tmp_path)
     cache = made(model)
     read(model, cache, tokens[:70])
-    conversations.insert_cache("model", tokens[:70], cache)
-    taken, rest = conversations.fetch_nearest_cache("model", tokens)
+    conversations.put(tokens[:70], cache)
+    taken, rest = conversations.fetch(tokens)
     expected = read(model, taken, rest)
     for left in (conversations.nbytes - 1, 0):  # shrunk, then gone
-        conversations.make_room(left)
-        back, rest = conversations.fetch_nearest_cache("model", tokens)
+        conversations.room(left)
+        back, rest = conversations.fetch(tokens)
         assert rest == tokens[70:]
         assert mx.array_equal(read(model, back, rest), expected)
-    again = Conversations(sessions=Sessions(tmp_path, "m"))
-    again.begin(made(model))
-    back, rest = again.fetch_nearest_cache("model", tokens)
+    back, rest = Store(model, tmp_path).fetch(tokens)
     assert mx.array_equal(read(model, back, rest), expected)
-    other = Conversations(sessions=Sessions(tmp_path, "another model"))
-    other.begin(made(model))
-    assert known(other, tokens) == 0
+    assert Store(model, tmp_path, "another model").known_of(tokens) == 0
 
 
 def test_damaged_sessions_are_left_aside(model, tmp_path):
-    sessions, tokens = Sessions(tmp_path, "m"), prompt_tokens(50)
-    conversations = begun(model, sessions=sessions)
-    cache = made(model)
+    tokens, conversations, cache = prompt_tokens(50), Store(model, tmp_path), made(model)
     read(model, cache, tokens[:40])
-    conversations.insert_cache("model", tokens[:40], cache)
+    conversations.put(tokens[:40], cache)
     (path,) = tmp_path.glob("*.safetensors")
     whole = path.read_bytes()
     (tmp_path / "torn.safetensors").write_bytes(whole[:100])
     (tmp_path / "empty.safetensors").write_bytes(b"")
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])  # one bit of an array
-    again = begun(model, sessions=Sessions(tmp_path, "m"))
-    assert known(again, tokens) == 0
-    assert known(again, tokens) == 0
+    again = Store(model, tmp_path)
+    assert again.known_of(tokens) == 0
+    assert again.known_of(tokens) == 0
 
 
-def test_the_file_of_an_earlier_turn_goes_when_the_later_one_is_written(model, tmp_path):
-    sessions, tokens = Sessions(tmp_path, "m"), prompt_tokens(60)
-    conversations = begun(model, sessions=sessions)
+def test_the_file_of_an_earlier_turn_goes_when_the_client_has_the_later_one(model, tmp_path):
+    tokens, conversations = prompt_tokens(60), Store(model, tmp_path)
     for count in (20, 40, 60):
         cache = made(model)
         read(model, cache, tokens[:count])
-        conversations.insert_cache("model", tokens[:count], cache)
-    # The last but one stays: nobody knows whether its client heard of the last one.
-    counts = [token_count(saved.key) for saved in sessions.saved.values()]
-    assert sorted(counts) == [40, 60]
-    assert len(list(tmp_path.iterdir())) == 2
+        conversations.put(tokens[:count], cache)
+    assert len(list(tmp_path.iterdir())) == 3  # no client is known to have any answer
+    conversations.sessions.delivered(place(tokens[:60]))
+    assert [path.stem for path in tmp_path.iterdir()] == [
+        conversations.sessions.path_of(place(tokens)).stem
+    ]
     assert tokens_of(key_of(tokens)) == tokens
     assert token_count(key_of(tokens)) == 60
 
 
-# -- the accountant -------------------------------------------------------------------------------
+def test_the_longest_text_that_a_prompt_begins_with_is_found_first(model):
+    conversations = Store(model)
+    keys = [key_of(range(i, i + 10)) for i in range(6)]
+    for text, key in zip(("ab", "abc", "abc", "abd", "abcdef"), keys, strict=False):
+        own = Place(Mark("a"), key)
+        conversations.name(own, Turn("", "", ((text, 10),)))
+    assert conversations.spellings("abcde") == [(3, keys[2]), (3, keys[1]), (2, keys[0])]
+    assert conversations.spellings("x") == []
+
+
+# -- the ledger -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -338,22 +347,16 @@ def test_what_grows_or_is_not_known_is_refused_with_its_name(model):
         most_bytes(mlx_h2o.make_prompt_cache(tiny_model("gemma3_text"), SIZE))
 
 
-def test_requests_wait_for_bytes_and_the_queue_has_an_end():
-    accountant = Accountant(100, 2)
-    tickets = [Ticket("a", {}, need) for need in (60, 50, 30, 10)]
-    assert accountant.enter(tickets[0])
-    accountant.admit(tickets[0])
-    assert (accountant.reserved, accountant.left_for_idle) == (60, 40)
-    assert accountant.enter(tickets[1])
-    assert not accountant.can_admit(tickets[1])
-    assert accountant.enter(tickets[2])
-    assert not accountant.enter(tickets[3])
-    assert accountant.waiting == 2
-    accountant.release(tickets[0], 4.0)
-    accountant.release(tickets[0], 400.0)
-    assert (accountant.reserved, accountant.retry_after) == (0, 4)
-    accountant.admit(tickets[1])
-    assert accountant.can_admit(tickets[2])
-    accountant.leave(tickets[2])
-    assert accountant.enter(tickets[3])
-    assert Accountant(None, 0).enter(tickets[0])
+def test_bytes_are_reserved_and_freed():
+    ledger = Ledger(100)
+    assert ledger.has_room(60)
+    ledger.reserve("a", 60)
+    assert (ledger.reserved, ledger.left_for_idle) == (60, 40)
+    assert not ledger.has_room(50)
+    assert ledger.has_room(40)
+    ledger.weigh(30, 20)
+    assert ledger.bytes().peak == 50
+    ledger.release("a", 4.0)
+    ledger.release("a", 400.0)
+    assert (ledger.reserved, ledger.retry_after, ledger.bytes().running) == (0, 4, 0)
+    assert Ledger(None).has_room(10**18)

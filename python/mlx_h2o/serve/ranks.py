@@ -8,11 +8,12 @@ refused.
 
 from __future__ import annotations
 
-from pathlib import Path
+import pickle
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_h2o.loading.demo_model import NAME as SMOLLM2
 from mlx_h2o.loading.gguf import SUFFIX
@@ -22,13 +23,14 @@ from mlx_h2o.loading.load import PREFIX, load, model_path
 SHARED = "Here several processes share the model (mlx.launch)"
 
 
-class Ended(Exception):
-    """Rank 0 has ended, and so does this one."""
-
-
 def processes() -> int:
     """The number of processes that share the model."""
     return int(mx.distributed.init().size())
+
+
+def rank() -> int:
+    """The number of this process."""
+    return int(mx.distributed.init().rank())
 
 
 def require_shareable(bounded: bool, saving: bool) -> None:
@@ -50,24 +52,31 @@ def require_shareable(bounded: bool, saving: bool) -> None:
         )
 
 
-def require_batchable(body: dict[str, Any]) -> None:
-    """Raise ValueError for a request that mlx-lm would serve outside of batches.
-
-    mlx-lm cannot end such a request on all ranks when its client goes away.
-    """
-    if body.get("seed") is not None:
-        raise ValueError(f"{SHARED}, and seed is not served there: omit it.")
-
-
 def require_alone(what: str) -> None:
     """Raise ValueError if several processes share the model, but only one gets the request."""
     if processes() > 1:
         raise ValueError(f"{SHARED}, and this page sees the heads of one of them: {what}")
 
 
+def shared_by_first(value: Any) -> Any:
+    """Rank 0's value, on every rank; all of them must call this."""
+    if processes() == 1:
+        return value
+    if rank() == 0:
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        mx.eval(mx.distributed.all_sum(mx.array(data.size)))
+        mx.eval(mx.distributed.all_sum(mx.array(data)))
+        return value
+    size = int(mx.distributed.all_sum(mx.array(0)).item())  # type: ignore[arg-type]
+    data = np.array(mx.distributed.all_sum(mx.zeros(size, dtype=mx.uint8)))
+    return pickle.loads(data.tobytes())
+
+
 def any_failed(failed: bool) -> bool:
-    """Whether a step failed on any rank; all ranks must call this."""
-    return bool(mx.any(mx.distributed.all_sum(mx.array(int(failed))) > 0).item())
+    """Whether something failed on any rank; all of them must call this."""
+    if processes() == 1:
+        return failed
+    return bool(mx.distributed.all_sum(mx.array(int(failed))).item())
 
 
 def is_own(name: str) -> bool:
@@ -75,7 +84,7 @@ def is_own(name: str) -> bool:
     return name.startswith(PREFIX) or name == SMOLLM2 or model_path(name).endswith(SUFFIX)
 
 
-def load_shared(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:
+def shared(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:
     """A model that is loaded whole and then shared out: an embedded model, or a GGUF file.
 
     Raises:
@@ -86,16 +95,3 @@ def load_shared(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]
         raise ValueError(f"{SHARED}, and mlx-lm cannot share out the heads of {name!r}.")
     model.shard(group)
     return model, tokenizer
-
-
-def remember(model: nn.Module, tokenizer: Any, name: str) -> None:
-    """Let a model that mlx-lm loaded find its profile, as after `mlx_h2o.load`.
-
-    Args:
-        model: The loaded model.
-        tokenizer: The model's tokenizer.
-        name: The name of its folder, or its id on the hub.
-    """
-    if Path(name).is_dir():
-        model.mlx_h2o_folder = str(Path(name))
-    model.mlx_h2o_tokenizer = tokenizer

@@ -1,0 +1,214 @@
+"""The bound of KV memory: what a request may take at most, and which requests may run.
+
+What happens when memory is full:
+
+1. A request waits until the most bytes that its caches may ever take are free beside those of the
+   running requests (`Ledger.has_room`), first come, first served; then they are reserved. So
+   nothing that happens while it runs can exceed the bound. Beyond `--queue` waiting requests the
+   next gets 429. One that alone exceeds the bound gets 400.
+2. Idle conversations have the rest. When a request begins they make room
+   (`conversations.Conversations.make_room`): snapshots that a longer conversation has passed go
+   first, then the conversations shrink, those unused longest first, then they leave memory. With
+   `--sessions` they are in their files.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.budgets.cost import bytes_by_stage
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.stock_caches import stock_caches
+
+#: Prompt tokens that go through a model at once, unless the server says otherwise: few enough that
+#: others, who get a token between two chunks, hardly wait.
+USUAL_CHUNK = 512
+#: Tokens of the calls that show the rows of other caches: those of a step, and of a prompt.
+TRIALS = (1, 2)
+#: Finished answers from which the waiting time for a place is estimated.
+RECENT = 16
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes of all caches at one moment.
+
+    Attributes:
+        bound: The bound for everything, or None.
+        running: Bytes of caches that requests use.
+        idle: Bytes of conversations and prefixes that no request uses.
+        reserved: The most bytes that running requests may take.
+        peak: The largest sum of running and idle so far.
+    """
+
+    bound: int | None
+    running: int
+    idle: int
+    reserved: int
+    peak: int
+
+
+class Ledger:
+    """Bytes of all conversations, prefixes and running requests.
+
+    The thread that generates writes here. Running and idle caches are measured in one call, and
+    everyone who shows bytes reads them here: a cache that leaves a batch and becomes a conversation
+    is in one of the two sums, never in both.
+
+    Args:
+        bound: Bytes for everything; None means no bound.
+    """
+
+    def __init__(self, bound: int | None):
+        self._bound = bound
+        self._reserved: dict[Hashable, int] = {}
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._now = Bytes(bound, 0, 0, 0, 0)
+
+    @property
+    def running(self) -> int:
+        """The number of running answers."""
+        return len(self._reserved)
+
+    @property
+    def reserved(self) -> int:
+        """The most bytes that running requests may take."""
+        return sum(list(self._reserved.values()))
+
+    @property
+    def left_for_idle(self) -> int | None:
+        """The most bytes that idle conversations may take now; None means no bound."""
+        return None if self._bound is None else self._bound - self.reserved
+
+    def has_room(self, need: int) -> bool:
+        """Whether so many bytes are free, once idle conversations have made room."""
+        return self._bound is None or self.reserved + need <= self._bound
+
+    def reserve(self, owner: Hashable, need: int) -> None:
+        """Reserve bytes for one answer; idle conversations must make room before it runs."""
+        self._reserved[owner] = need
+
+    def release(self, owner: Hashable, seconds: float | None = None) -> None:
+        """Free an answer's bytes; repeating it changes nothing.
+
+        Args:
+            owner: The answer.
+            seconds: Seconds since its admission, if it was completed.
+        """
+        if self._reserved.pop(owner, None) is not None and seconds is not None:
+            self._seconds.append(seconds)
+        if not self._reserved:
+            self.weigh(0, self._now.idle)
+
+    @property
+    def retry_after(self) -> int:
+        """Estimated seconds until a place is free."""
+        seconds = list(self._seconds) or [1.0]
+        return max(1, round(sum(seconds) / len(seconds)))
+
+    def weigh(self, running: int, idle: int) -> None:
+        """Note the bytes of all caches, measured between two steps.
+
+        Args:
+            running: Bytes of the caches that requests use.
+            idle: Bytes of all other caches.
+        """
+        peak = max(self._now.peak, running + idle)
+        self._now = Bytes(self._bound, running, idle, self.reserved, peak)
+
+    def bytes(self) -> Bytes:
+        """The bytes by the last measurement."""
+        now = self._now
+        return Bytes(now.bound, now.running, now.idle, self.reserved, now.peak)
+
+
+def most_bytes(
+    cache: Sequence[Any], model: nn.Module | None = None, chunk: int = USUAL_CHUNK
+) -> int:
+    """The most bytes that a conversation's list of caches can ever take between two steps.
+
+    In a batch of several conversations each takes no more than by itself.
+
+    Args:
+        cache: From `make_prompt_cache`, before its first token.
+        model: The caches' model; not needed if all of them are bounded.
+        chunk: Prompt tokens that go through the model at once.
+
+    Raises:
+        ValueError: One of them has no bound that is known beforehand.
+    """
+    layers: list[list[int]] = []
+    others = 0
+    known = dict[str, int]()
+    for place, entry in entries(cache):
+        if isinstance(entry, BoundedKVCache) and entry.share is not None:
+            layers.append(bytes_by_stage(entry.settings, entry.share.widths))
+            continue
+        known = known or (_most_of_others(model, chunk) if model is not None else {})
+        if place not in known:
+            raise ValueError(
+                f"Layer {place} has a {type(entry).__name__}, whose bytes are not known before it "
+                "is used, so --kv-memory cannot bound them. Omit it and bound each "
+                "conversation by --max-kv-size."
+            )
+        others += known[place]
+    stages = max(map(len, layers), default=0)
+    sums = [sum(layer[min(i, len(layer) - 1)] for layer in layers) for i in range(stages)]
+    return others + max(sums, default=0)
+
+
+def _most_of_others(model: nn.Module, chunk: int) -> dict[str, int]:
+    """The most bytes of the model's own caches of known kinds, by their places.
+
+    They take in a token or two that are never computed: shapes become known all the same.
+    """
+    routing.install()
+    most = dict[str, int]()
+    for count in TRIALS:
+        caches = stock_caches(model)
+        model(mx.zeros((1, count), mx.int32), cache=caches)
+        for place, entry in entries(caches):
+            nbytes = _most_of(entry, chunk)
+            if nbytes is not None:
+                most[place] = max(nbytes, most.get(place, 0))
+    return most
+
+
+def _most_of(entry: Any, chunk: int) -> int | None:
+    """The most bytes of one of mlx-lm's caches; None if they grow, or are not known.
+
+    Args:
+        entry: A cache that has been used.
+        chunk: The most tokens that come at once.
+    """
+    kind = type(entry)
+    if kind is ArraysCache:
+        return int(entry.nbytes)  # each token overwrites the whole cache
+    if kind is KVCache and entry.keys is None:
+        return 0  # the model does not use it
+    if kind is RotatingKVCache:
+        # Each token of a chunk sees the whole window; rows that no later token sees go with the
+        # next.
+        return _row_bytes(entry) * (int(entry.max_size) + chunk - 1)
+    if kind is ChunkedKVCache:
+        # It is trimmed before a chunk comes, and grows by the whole steps that hold the chunk.
+        steps = -(-chunk // int(entry.step)) * int(entry.step)
+        return _row_bytes(entry) * (int(entry.chunk_size) + chunk + steps)
+    return None
+
+
+def _row_bytes(entry: Any) -> int:
+    """Bytes of one token's keys and values in a plain cache; 0 if the model does not use it."""
+    if entry.keys is None:
+        return 0
+    rows: int = entry.keys.shape[2]
+    return int(entry.nbytes) // rows

@@ -1,0 +1,192 @@
+"""The one model that a server serves: loaded, probed and given caches in one thread."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import load as load_by_mlx_lm
+from mlx_lm.utils import sharded_load
+
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.calibration.first_use import profile_at_load
+from mlx_h2o.integration.recorder import trained_context
+from mlx_h2o.integration.refusals import NothingToBound
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.loading.fingerprint import fingerprint
+from mlx_h2o.loading.load import load
+from mlx_h2o.model_caches.make import bounded_caches
+from mlx_h2o.serve.memory import most_bytes
+from mlx_h2o.serve.protocol import label_of
+from mlx_h2o.serve.ranks import any_failed, is_own, processes, shared
+
+#: The most different settings whose empty caches are kept.
+MAX_PLANS = 64
+#: Tokens that each of the two sequences reads that show whether caches can be batched.
+PROBE = ([0, 0, 0], [0, 0])
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model is served, and how it is loaded.
+
+    Attributes:
+        name: A folder, an id on the hub, a built-in model or a GGUF file.
+        adapter: The folder of trained adapters, or None.
+        template: Another chat template, or None.
+        measures: Whether a model without a profile is measured before any request is answered.
+    """
+
+    name: str
+    adapter: str | None = None
+    template: str | None = None
+    measures: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class CachePlan:
+    """The caches of one conversation with some settings.
+
+    Attributes:
+        label: The settings as text: caches with another label never serve.
+        empty: Empty caches, one for each layer; they are copied.
+        need: The most bytes that they may take; 0 if the server has no bound.
+        batches: Whether several conversations can be computed together.
+        rolls: Whether positions roll, so that a prompt may be longer than those of training.
+    """
+
+    label: str
+    empty: list[Any]
+    need: int
+    batches: bool
+    rolls: bool
+
+
+class ServedModel:
+    """The model with its tokenizer; all of it belongs to the thread that makes it.
+
+    Args:
+        choice: The model's name, and how it is loaded.
+        bound: Bytes of all caches of the server, or None.
+        chunk: Prompt tokens that are read at once.
+
+    Attributes:
+        model: The model.
+        tokenizer: The model's tokenizer.
+        fingerprint: A digest of its weights, settings and tokenizer.
+        trained: The tokens that it was trained to see at once; 0 if it does not say.
+    """
+
+    def __init__(self, choice: ModelChoice, bound: int | None, chunk: int):
+        self._bound, self._chunk = bound, chunk
+        self.model, self.tokenizer = _loaded(choice)
+        if choice.template:
+            self.tokenizer.chat_template = choice.template
+        mx.eval(self.model.parameters())
+        self.fingerprint = fingerprint(self.model, self.tokenizer)
+        self.trained = trained_context(self.model, 0)
+        if choice.measures:
+            profile_at_load(self.model)
+        self._plans: dict[str, CachePlan] = {}
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model knows."""
+        args = getattr(self.model, "args", None)
+        return int(getattr(args, "vocab_size", None) or self.tokenizer.vocab_size)
+
+    def plan(self, settings: Mapping[str, Any]) -> CachePlan:
+        """The caches that a conversation has with these settings, made once for each.
+
+        Args:
+            settings: As `ModelSettings.of` takes them.
+
+        Raises:
+            ValueError: The model cannot have such caches, or they exceed the bound.
+        """
+        label = label_of(settings)
+        if label not in self._plans:
+            if len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[label] = self._make_plan(label, settings)
+        return self._plans[label]
+
+    def _make_plan(self, label: str, settings: Mapping[str, Any]) -> CachePlan:
+        empty, error = list[Any](), None
+        try:
+            # If the model is measured at all, it is measured when it is loaded.
+            own = ModelSettings.of(**{**settings, "profile": "never"})
+            empty = bounded_caches(self.model, own)
+        except NothingToBound:
+            empty = stock_caches(self.model)
+        except ValueError as raised:
+            error = raised
+        if any_failed(error is not None):
+            raise error or ValueError("Another process has no room for its heads: ask for more.")
+        need = 0
+        if self._bound is not None:
+            need = most_bytes(empty, self.model, self._chunk)
+            if need > self._bound:
+                raise ValueError(
+                    f"These caches may take {need:,} bytes, and the server holds {self._bound:,} "
+                    "in all: ask for fewer."
+                )
+        bounded = [entry for _, entry in entries(empty) if isinstance(entry, BoundedKVCache)]
+        rolls = bool(bounded) and all(entry.settings.rope for entry in bounded)
+        return CachePlan(label, empty, need, self._batches(empty), rolls)
+
+    def _batches(self, empty: Sequence[Any]) -> bool:
+        """Whether two conversations with such caches can take a step together.
+
+        They are tried: many caches of mlx-lm have no `merge`, or raise in it once they hold rows.
+        """
+        try:
+            lists = [copy.deepcopy(list(empty)) for _ in PROBE]
+            for cache, tokens in zip(lists, PROBE, strict=True):
+                self.model(mx.array([tokens]), cache=cache)
+                mx.eval([entry.state for entry in cache])
+            batch = [entry.merge([entry]) for entry in lists[0]]
+            for entry, other in zip(batch, lists[1], strict=True):
+                entry.extend(other.merge([other]))
+            mx.eval(self.model(mx.array([[0], [0]]), cache=batch))
+            for entry in batch:
+                entry.extract(0)
+                entry.filter([1])
+            mx.eval(self.model(mx.array([[0]]), cache=batch))
+        except Exception as error:  # of any kind of cache
+            logging.info("Conversations are computed one by one: %s", error)
+            if processes() > 1:
+                raise ValueError(
+                    "Several processes share the model (mlx.launch), and its caches cannot be "
+                    "batched, which serving it together needs: run one process."
+                ) from error
+            return False
+        return True
+
+
+def _loaded(choice: ModelChoice) -> tuple[nn.Module, Any]:
+    """The model and its tokenizer, shared out among the processes if there are several."""
+    if processes() > 1:
+        group = mx.distributed.init()
+        if choice.adapter is not None:
+            raise ValueError("Adapters are not served by several processes (mlx.launch).")
+        if is_own(choice.name):
+            return shared(choice.name, group)
+        model, tokenizer = sharded_load(choice.name, tensor_group=group)[:2]
+    elif choice.adapter is not None:
+        model, tokenizer = load_by_mlx_lm(choice.name, adapter_path=choice.adapter)[:2]
+    else:
+        return load(choice.name)
+    # So that its profile is found, as after `mlx_h2o.load`.
+    if Path(choice.name).is_dir():
+        model.mlx_h2o_folder = str(Path(choice.name))
+    model.mlx_h2o_tokenizer = tokenizer
+    return model, tokenizer

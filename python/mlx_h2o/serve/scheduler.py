@@ -1,0 +1,703 @@
+"""The thread that owns the model, its caches and all arrays: which request runs, and when.
+
+Between two steps it takes in what came: requests, looks from the page, clients that went away. A
+turn of its loop gives every running answer one token, and reads one chunk of one prompt.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.conversation import pin
+from mlx_h2o.integration import routing
+from mlx_h2o.model_caches.trained_length import past_training
+from mlx_h2o.serve import ranks
+from mlx_h2o.serve.answer import AnswerText
+from mlx_h2o.serve.batch import Batch
+from mlx_h2o.serve.conversations import Conversations, can_trim
+from mlx_h2o.serve.errors import ApiError, NotLoaded
+from mlx_h2o.serve.grammar import GrammarCompiler, grammar_of
+from mlx_h2o.serve.keys import Mark, Place, key_of, tokens_of
+from mlx_h2o.serve.memory import Ledger
+from mlx_h2o.serve.metrics import Metrics
+from mlx_h2o.serve.model import CachePlan, ModelChoice, ServedModel
+from mlx_h2o.serve.pins import NO_PINS, PinRequest
+from mlx_h2o.serve.prompt import Prompt
+from mlx_h2o.serve.protocol import MAX_TOKENS, Body, Chat
+from mlx_h2o.serve.request import Begun, Ended, Progress, Request
+from mlx_h2o.serve.sampling import Sampler, SamplingDefaults, check_for_model
+from mlx_h2o.serve.sequence import Sequence, evicted
+from mlx_h2o.serve.sessions import Limits, Sessions, Turn
+from mlx_h2o.storage.pins import Span, without
+
+#: Answers that are computed in one call of the model.
+MAX_BATCH = 32
+#: Steps between two measurements of the bytes, which grow slowly.
+WEIGHED_EVERY = 8
+#: Steps after which MLX's free memory is given back.
+CLEARED_EVERY = 512
+#: How often the loop may break off in a row without any work.
+MAX_TRIES = 3
+#: Seconds for which the loop waits for something to come where other processes wait for it.
+SHARED_WAIT = 0.1
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the scheduler needs to know.
+
+    Attributes:
+        model: The model that is served.
+        defaults: The caches' settings for a request that gives none.
+        sampling: The sampling for a request that gives none.
+        pins: The pins of a prompt whose request gives none.
+        bound: Bytes of all conversations, prefixes and batches; None means no bound.
+        queue: The most answers that may wait.
+        chunk: Prompt tokens that are read at once.
+        sessions: The folder of saved conversations, or None.
+        limits: The bounds of that folder.
+        long_prompts: Whether prompts longer than those of training are served.
+    """
+
+    model: ModelChoice
+    defaults: dict[str, Any] = field(default_factory=dict)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    pins: PinRequest = NO_PINS
+    bound: int | None = None
+    queue: int = 32
+    chunk: int = 512
+    sessions: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    long_prompts: bool = False
+
+
+class Health:
+    """The state of the thread that generates.
+
+    Attributes:
+        failures: The number of steps that raised.
+        last: The last error's message, or None.
+        works: Whether the last step was completed.
+    """
+
+    def __init__(self) -> None:
+        self.failures, self.works = 0, True
+        self.last: str | None = None
+
+    def failed(self, error: BaseException) -> None:
+        """Note that a step raised."""
+        self.failures += 1
+        self.last, self.works = f"{type(error).__name__}: {error}", False
+
+
+class Scheduler:
+    """The thread that generates, and what others may ask of it.
+
+    Args:
+        settings: The engine's settings.
+        metrics: The counters.
+
+    Attributes:
+        loaded: Set once the model is loaded, or cannot be.
+        failure: Why it cannot be loaded, or None.
+        served: The model.
+        conversations: The idle conversations.
+        ledger: The bytes.
+        health: The thread's state.
+    """
+
+    served: ServedModel
+
+    def __init__(self, settings: EngineSettings, metrics: Metrics):
+        self.settings, self.metrics = settings, metrics
+        self.ledger, self.health = Ledger(settings.bound), Health()
+        self.conversations = Conversations(lambda: self.ledger.left_for_idle)
+        self.loaded = threading.Event()
+        self.failure: Exception | None = None
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: deque[list[Sequence]] = deque()
+        self._reading: list[Sequence] = []
+        self._batches: list[Batch] = []
+        self._steps = self._chunks = 0
+        self._warned = self._dead = False
+        self._thread = threading.Thread(target=self._run, name="mlx_h2o generates")
+
+    # -- any thread -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Load the model, and answer."""
+        self._thread.start()
+
+    @property
+    def thread(self) -> threading.Thread:
+        """The thread."""
+        return self._thread
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are answered."""
+        return self._thread.is_alive() and not self._dead
+
+    @property
+    def waiting(self) -> int:
+        """The number of answers that are not admitted yet."""
+        return sum(len(group) for group in list(self._waiting))
+
+    @property
+    def slots(self) -> float:
+        """The tokens that all running caches hold, mean over layers."""
+        return sum(batch.slots for batch in list(self._batches))
+
+    def submit(self, request: Request) -> None:
+        """Answer a request; its events are delivered as they come."""
+        if not self.is_alive:
+            reason = f"The server cannot answer: {self.failure or self.health.last}"
+            request.deliver(0, ApiError(503, reason))
+        self._inbox.put(request)
+
+    def wake(self) -> None:
+        """Look at once which clients went away."""
+        self._inbox.put(lambda: None)
+
+    def call(self, do: Callable[[], Any]) -> Future[Any]:
+        """The result of a function that the thread calls between two steps."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(do())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def stop(self) -> None:
+        """End after the step that is being computed."""
+        self._inbox.put(None)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except Exception as error:
+            self.failure = error
+            return
+        finally:
+            self.loaded.set()
+        tries = 0
+        while tries < MAX_TRIES:
+            busy = self._is_busy
+            try:
+                if not self._turn():
+                    break
+                tries = 0
+            except Exception as error:
+                logging.exception("Generating broke off")
+                # A loop that breaks off without any work is not restarted forever.
+                tries = 0 if busy else tries + 1
+                self._abandon(error)
+        self._dead = tries >= MAX_TRIES
+        self._abandon(ApiError(503, "The server is ending."))
+        # The arrays go in the thread that made them.
+        self.conversations.clear()
+        del self.served
+        gc.collect()
+
+    def _begin(self) -> None:
+        settings = self.settings
+        routing.install()
+        self.served = ServedModel(settings.model, settings.bound, settings.chunk)
+        self._grammars = GrammarCompiler(self.served.tokenizer)
+        if settings.sessions is not None:
+            own = settings.model.name, self.served.fingerprint
+            self.conversations.use(Sessions(settings.sessions, *own, settings.limits))
+        self.served.plan(settings.defaults)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._batches or self._reading or self._waiting)
+
+    def _turn(self) -> bool:
+        """One turn of the loop; False if it was the last."""
+        requests, goes_on = self._arrivals()
+        gone = [one.name for one in self._all() if one.request.gone.is_set() and not one.over]
+        requests, gone, goes_on = ranks.shared_by_first((requests, gone, goes_on))
+        for request in requests:
+            self._accept(request)
+        for one in [one for one in self._all() if one.name in gone]:
+            self._end(one, ApiError(499, "The client went away."))
+        self._admit()
+        for batch in list(self._batches):
+            self._decode(batch)
+        self._read()
+        return bool(goes_on)
+
+    def _arrivals(self) -> tuple[list[Request], bool]:
+        """The requests that came, and whether more may come; waits if there is nothing to do."""
+        requests, wait = list[Request](), not self._is_busy
+        if ranks.rank() > 0:
+            return [], True
+        timeout = SHARED_WAIT if ranks.processes() > 1 else None
+        try:
+            while True:
+                came = self._inbox.get(wait, timeout)
+                wait = False
+                if came is None:
+                    return requests, False
+                if isinstance(came, Request):
+                    requests.append(came)
+                else:
+                    came()
+        except queue.Empty:
+            return requests, True
+
+    def _all(self) -> list[Sequence]:
+        """All sequences that wait or run."""
+        running = [one for batch in self._batches for one in batch.sequences]
+        return [*(one for group in self._waiting for one in group), *self._reading, *running]
+
+    def _abandon(self, error: Exception) -> None:
+        """End everything that waits or runs."""
+        if not isinstance(error, ApiError):
+            self._note_failure(error)
+        for one in self._all():
+            self._end(one, error)
+        self._waiting.clear()
+        self._reading.clear()
+        self._batches.clear()
+
+    # -- arrival and admission --------------------------------------------------------------------
+
+    def _accept(self, request: Request) -> None:
+        """Check a request against the model, and let it wait for its bytes."""
+        error: Exception | None = None
+        group = list[Sequence]()
+        try:
+            group = self._sequences(request)
+        except Exception as raised:
+            error = raised
+        if ranks.any_failed(error is not None) and error is None:
+            error = ValueError("Another process has no room for its heads' part: ask for more.")
+        if error is None:
+            need = sum(one.plan.need for one in group)
+            full = self.waiting + len(group) > self.settings.queue
+            if self.settings.bound is not None and need > self.settings.bound:
+                error = ValueError(
+                    f"n={len(group)} answers may take {need:,} bytes, and the server holds "
+                    f"{self.settings.bound:,} in all: ask for fewer."
+                )
+            elif full and (self._waiting or not self._has_room(group)):
+                wait = {"Retry-After": str(self.ledger.retry_after)}
+                error = ApiError(429, "The queue is full.", headers=wait)
+        if error is not None:
+            request.deliver(0, as_api_error(error))
+        else:
+            self._waiting.append(group)
+
+    def _sequences(self, request: Request) -> list[Sequence]:
+        """The sequences of a request.
+
+        Raises:
+            ValueError: This model cannot do what the request asks for.
+        """
+        served, body = self.served, request.body
+        check_for_model(body, served.vocabulary)
+        if isinstance(body, Chat) and body.offered_tools and not served.tokenizer.has_tool_calling:
+            raise ValueError(
+                "tools are not served with this model: its chat template, or mlx-lm, knows of no "
+                "tool calls."
+            )
+        plan = served.plan(request.settings)
+        grammar = grammar_of(body, served.tokenizer)
+        prompt = Prompt.of(served.tokenizer, body)
+        self._check_length(prompt, plan)
+        prompt.tokens, pins, empty = self._spelled(prompt, request, plan)
+        mark = Mark(plan.label, pins)
+        return [
+            self._sequence(request, index, prompt, plan, mark, empty, grammar)
+            for index in range(request.count)
+        ]
+
+    def _sequence(
+        self,
+        request: Request,
+        index: int,
+        prompt: Prompt,
+        plan: CachePlan,
+        mark: Mark,
+        empty: list[Any],
+        grammar: str | None,
+    ) -> Sequence:
+        """One of a request's sequences; the arguments are the fields of `Sequence`."""
+        tokenizer, body = self.served.tokenizer, request.body
+        processors = []
+        if grammar is not None:
+            processors.append(self._grammars.processor(grammar, prompt.state == "reasoning"))
+        defaults = self.settings.sampling
+        sampler = Sampler.of(body, defaults, request.seeds[index], processors)
+        text = AnswerText(tokenizer, request, prompt.tokens, prompt.state)
+        limit = self._limit(body, len(prompt.tokens))
+        return Sequence(request, index, prompt, plan, mark, empty, sampler, text, limit)
+
+    def _check_length(self, prompt: Prompt, plan: CachePlan) -> None:
+        trained, count = self.served.trained, len(prompt.tokens)
+        if not trained or count <= trained or plan.rolls or self.settings.long_prompts:
+            return
+        raise ApiError(
+            400,
+            f"The prompt has {count:,} tokens, and the model was trained on {trained:,}: beyond "
+            "that its answers are worth little. Send less; or let positions roll "
+            '(--positions rolling, or {"mlx_h2o": {"positions": "rolling"}}); or start the server '
+            "with --long-prompts to get them all the same.",
+            code="context_length_exceeded",
+        )
+
+    def _limit(self, body: Body, prompt: int) -> int:
+        """The most tokens of an answer."""
+        limit = body.max_completion_tokens or body.max_tokens or self.settings.sampling.max_tokens
+        if limit > 0:
+            return limit
+        trained = self.served.trained
+        return trained - prompt if trained > prompt else MAX_TOKENS
+
+    def _spelled(
+        self, prompt: Prompt, request: Request, plan: CachePlan
+    ) -> tuple[list[int], tuple[Span, ...], list[Any]]:
+        """The prompt's tokens as the conversation has them that it goes on from; pins; caches.
+
+        A model's tokens are seldom those into which its text is tokenized. So a prompt that begins
+        with the text of a known conversation gets that one's tokens, and only the rest is
+        tokenized.
+        """
+        choices = [prompt.tokens]
+        for count, key in self.conversations.spellings(prompt.text):
+            tokens = prompt.spelled_from(count, tokens_of(key))
+            choices += [tokens] if tokens and tokens not in choices else []
+        best: tuple[list[int], tuple[Span, ...], list[Any]] | None = None
+        most, error = -1, None
+        for tokens in choices:
+            try:
+                pins = request.pins.in_prompt(prompt.tokenizer, tokens, prompt.messages)
+                empty = with_pins(plan.empty, pins)
+            except ValueError as raised:
+                error = error or raised
+                continue
+            known = self.conversations.known(Place(Mark(plan.label, pins), key_of(tokens)))
+            if known > most:
+                best, most = (tokens, pins, empty), known
+        if best is None:
+            assert error is not None
+            raise error
+        return best
+
+    def _has_room(self, group: list[Sequence]) -> bool:
+        running = len(self._reading) + sum(map(len, self._batches))
+        need = sum(one.plan.need for one in group)
+        return running + len(group) <= MAX_BATCH and self.ledger.has_room(need)
+
+    def _admit(self) -> None:
+        """Let in the requests whose bytes are free, first come, first served."""
+        while self._waiting and self._has_room(self._waiting[0]):
+            group = self._waiting.popleft()
+            for one in group:
+                self.ledger.reserve(one, one.plan.need)
+                one.admitted = time.monotonic()
+            waited = one.admitted - one.request.arrival
+            self.metrics.observe("queue_seconds", waited)
+            self.conversations.make_room()
+            self._reading += group
+
+    # -- prompts ----------------------------------------------------------------------------------
+
+    def _next_prompt(self) -> Sequence | None:
+        """The prompt of which a chunk is read now.
+
+        That of which the least is left, so that a short one does not wait for a long one; every
+        other time the one that came first, so that a long one is read in the end. The further
+        answers to a request wait until its first one has read the prompt.
+        """
+        first = {one.request for one in self._reading if one.index == 0}
+        ready = [one for one in self._reading if one.index == 0 or one.request not in first]
+        self._chunks += 1
+        if not ready:
+            return None
+        return ready[0] if self._chunks % 2 else min(ready, key=self._left_to_read)
+
+    def _left_to_read(self, one: Sequence) -> int:
+        known = 0 if one.cache is not None else self.conversations.known(self._wanted(one))
+        return one.left - known
+
+    def _wanted(self, one: Sequence) -> Place:
+        return Place(one.mark, key_of(one.prompt.tokens))
+
+    def _read(self) -> None:
+        """Read a chunk of a prompt; let its sequence generate if that was the last."""
+        one = self._next_prompt()
+        if one is None:
+            return
+        try:
+            if one.cache is None:
+                self._open(one)
+            self._read_chunk(one)
+        except Exception as error:
+            logging.exception("A prompt cannot be read")
+            self._note_failure(error)
+            self._end(one, step_failed(error))
+            return
+        if one.left == 1:
+            self._reading.remove(one)
+            self._start(one)
+        self._weigh()
+
+    def _open(self, one: Sequence) -> None:
+        cache, known = self.conversations.take(self._wanted(one), one.empty)
+        # Requested pins may have been removed by hand since.
+        bounded = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+        more = without(one.mark.pins, bounded[0].pins) if bounded else ()
+        if more:
+            pin(cache, more)
+        one.open(cache, known)
+        if not one.replay:
+            one.deliver(Begun(len(one.prompt.tokens), known))
+
+    def _read_chunk(self, one: Sequence) -> None:
+        chunk = one.next_chunk(self.settings.chunk)
+        if chunk:
+            assert one.cache is not None
+            self.served.model(mx.array([chunk]), cache=one.cache)
+            mx.eval([entry.state for entry in one.cache])
+            mx.clear_cache()
+            one.tokens += chunk
+            self.metrics.count("prompt_tokens", len(chunk))
+            one.deliver(Progress(len(one.tokens), len(one.prompt.tokens)))
+            self.health.works = True
+        copied = one.snapshot()
+        if copied is not None:
+            self.conversations.keep(one.place, *copied)
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def _start(self, one: Sequence) -> None:
+        """Let a sequence whose prompt is read generate, beside others if it can."""
+        joins = one.plan.batches
+        batch = None
+        if joins and not one.suspect:
+            shared = (b for b in self._batches if b.joins and not b.sequences[0].suspect)
+            batch = next(shared, None)
+        if batch is None:
+            batch = Batch(self.served.model, joins)
+            self._batches.append(batch)
+        try:
+            batch.add(one)
+        except Exception as error:
+            logging.exception("A sequence cannot join")
+            self._recover(batch, error, also=one)
+
+    def _decode(self, batch: Batch) -> None:
+        """Give every sequence of a batch a token."""
+        start = time.perf_counter()
+        try:
+            generated = batch.step()
+        except Exception as error:
+            logging.exception("A step failed")
+            self._recover(batch, error)
+            return
+        self.health.works = True
+        endings = {}
+        for one, token, row in generated:
+            if one.error is None and (reason := self._take(one, token, row)):
+                endings[one] = reason
+        if generated:
+            self.metrics.count("generated_tokens", len(generated))
+            self.metrics.observe("token_seconds", time.perf_counter() - start)
+        for one in [one for one in batch.sequences if one.error is not None]:
+            assert one.error is not None
+            logging.error("The sampler or a logits processor raised", exc_info=one.error)
+            self._note_failure(one.error)
+            self._end(one, step_failed(one.error))
+        caches = batch.remove(endings.keys())
+        self._batches = [one for one in self._batches if len(one)]
+        for one, reason in endings.items():
+            self._finish(one, reason, caches[one])
+        self._steps += 1
+        if endings or self._steps % WEIGHED_EVERY == 0:
+            self._weigh()
+        if self._steps % CLEARED_EVERY == 0:
+            mx.clear_cache()
+
+    def _take(self, one: Sequence, token: int, row: mx.array | None) -> str | None:
+        """A sequence generated a token; why it ends with it, or None."""
+        one.generated.append(token)
+        if one.repeats:
+            return None
+        one.suspect = False
+        ends = token in self.served.tokenizer.eos_token_ids
+        if not ends:
+            piece = one.text.add(token, one.logprob(token, row))
+            if piece or piece.logprobs:
+                one.deliver(piece)
+        if ends or one.text.stops:
+            return "stop"
+        return "length" if len(one.generated) >= one.limit else None
+
+    def _finish(self, one: Sequence, reason: str, cache: list[Any]) -> None:
+        """An answer is complete: its conversation is kept, and saved, before its client hears."""
+        piece, shown = one.text.finish(reason)
+        if piece or piece.logprobs:
+            one.deliver(piece)
+        self.metrics.count("evicted_tokens", evicted(cache))
+        self._look_at_length(cache)
+        seconds = one.seconds()
+        one.over = True
+        self.ledger.release(one, seconds)
+        file = self._keep(one, cache)
+        one.deliver(Ended(shown, len(one.generated), file))
+
+    def _keep(self, one: Sequence, cache: list[Any]) -> Path | None:
+        """Keep the caches of a complete answer; the file that its conversation is in, or None.
+
+        They are kept for the tokens that some text spells exactly. If the caches have read more,
+        and that cannot be taken back, the conversation goes on from the end of its prompt.
+        """
+        count = len(one.generated)
+        ends = bool(one.generated) and one.generated[-1] in self.served.tokenizer.eos_token_ids
+        texts = one.prompt.continuations(one.text, ends)
+        prompt = len(one.prompt.tokens)
+        most = max((number for _, number in texts), default=None)
+        messages = [*one.prompt.messages, {"role": "assistant", "content": one.text.content}]
+        turn = Turn(
+            one.name, one.request.title, tuple((text, prompt + number) for text, number in texts),
+            tuple(messages) if one.prompt.messages else (),
+        )  # fmt: skip
+        place, extra = one.place, 0 if most is None else count - most
+        kept = False
+        if most is not None and (not extra or can_trim(cache, extra)):
+            if extra:
+                trim(cache, extra)
+                place = Place(one.mark, key_of(one.tokens[:-extra]))
+            kept = self.conversations.keep(place, cache, "turn", turn)
+        if not kept:
+            before = one.stops_at[-1][0]
+            place = Place(one.mark, key_of(one.prompt.tokens[:before]))
+            turn = replace(turn, texts=())
+            self.conversations.name(place, turn)
+        return self.conversations.file_of(place)
+
+    def delivered(self, name: str) -> None:
+        """A client has all of an answer: the files of its conversation's earlier turns go."""
+        entry = self.conversations.named(name)
+        if entry is not None and self.conversations.sessions is not None:
+            self.conversations.sessions.delivered(entry.place)
+
+    def _look_at_length(self, cache: list[Any]) -> None:
+        """Warn once of a conversation that is longer than what the model was trained for."""
+        warning = None if self._warned else past_training(self.served.model, cache)
+        if warning is not None:
+            self._warned = True
+            logging.warning("A conversation is long: %s", warning)
+
+    # -- ends and failures ------------------------------------------------------------------------
+
+    def _end(self, one: Sequence, error: Exception) -> None:
+        """End a sequence without an answer, and all others of its request."""
+        for other in {one, *(o for o in self._all() if o.request is one.request)}:
+            for group in self._waiting:
+                if other in group:
+                    group.remove(other)
+            if other in self._reading:
+                self._reading.remove(other)
+            for batch in self._batches:
+                if other in batch.sequences:
+                    batch.remove([other])
+            other.over = True
+            self.ledger.release(other)
+        self._waiting = deque(group for group in self._waiting if group)
+        self._batches = [batch for batch in self._batches if len(batch)]
+        one.deliver(as_api_error(error))
+
+    def _recover(self, batch: Batch, error: Exception, also: Sequence | None = None) -> None:
+        """A step raised, and its caches are in an unknown state: compute each sequence again.
+
+        Each is computed by itself up to the next step, so that only those fail that fail alone.
+        Where processes share the model, all of them fail: others do not know of the error.
+        """
+        self._note_failure(error)
+        if batch in self._batches:
+            self._batches.remove(batch)
+        members = [*batch.sequences, *([also] if also and also not in batch.sequences else [])]
+        alone = len(members) == 1 or ranks.processes() > 1
+        for one in members:
+            if alone:
+                self._end(one, step_failed(error))
+            elif not one.over:
+                one.restart()
+                self._reading.append(one)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.health.failed(error)
+        self.metrics.count("failed_steps")
+
+    def _weigh(self) -> None:
+        """Measure all caches."""
+        running = sum(batch.nbytes for batch in self._batches)
+        running += sum(entry.nbytes for one in self._reading for entry in one.cache or ())
+        self.ledger.weigh(running, self.conversations.nbytes)
+
+    # -- the page ---------------------------------------------------------------------------------
+
+    def running(self, name: str) -> tuple[Sequence, list[Any]] | None:
+        """The sequence that generates the answer of this name, and its caches."""
+        for batch in self._batches:
+            for one in batch.sequences:
+                if one.name == name:
+                    return one, batch.view(one)
+        return None
+
+
+def with_pins(empty: list[Any], pins: tuple[Span, ...]) -> list[Any]:
+    """Empty caches with a prompt's pins; the given caches if there are no pins."""
+    if pins:
+        empty = copy.deepcopy(empty)
+        pin(empty, pins)
+    return empty
+
+
+def trim(cache: list[Any], count: int) -> None:
+    """Take back the last tokens of a list of caches."""
+    for _, entry in entries(cache):
+        entry.trim(count)
+
+
+def step_failed(error: Exception) -> ApiError:
+    """What a client hears of a step that raised."""
+    return ApiError(500, f"Generating broke off: {type(error).__name__}: {error}")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """An error as a client hears it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NotLoaded):
+        return ApiError(503, str(error))
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    logging.error("A request failed", exc_info=error)
+    return ApiError(500, f"{type(error).__name__}: {error}")

@@ -1,0 +1,258 @@
+"""What the page shows: conversations, which tokens each layer still has, and their pins.
+
+A view is a generator: the scheduler calls each function that it yields, between two steps of the
+model, and the function's result is sent back to it. So long texts are decoded in small parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o.caches.conversation import bounded_entries, pin, unpin
+from mlx_h2o.chat.kept_tokens import (
+    DECODE_CONTEXT,
+    LayerMemory,
+    bounded_layers,
+    remembered,
+    token_texts,
+)
+from mlx_h2o.engine.pins_and_turns import PinAnswer
+from mlx_h2o.serve.conversations import Conversation, shrink
+from mlx_h2o.serve.keys import tokens_of
+from mlx_h2o.serve.ranks import processes, require_alone
+from mlx_h2o.serve.scheduler import Scheduler
+from mlx_h2o.storage.pins import Span, checked_spans, joined
+
+#: Tokens whose texts are decoded between two steps: few enough that no step waits long.
+TEXTS_AT_A_TIME = 512
+#: The changes that can be made to pins.
+CHANGES = ("pin", "unpin")
+
+Steps = Generator[Callable[[], Any], Any, Any]
+Look = Callable[[Scheduler, str], Steps]
+
+
+def view(path: str, known: str | None = None) -> Look:
+    """The view for a path below the page's root.
+
+    Args:
+        path: The path.
+        known: The number of first tokens whose texts are not wanted, as text.
+
+    Raises:
+        LookupError: There is no such view.
+        ValueError: `known` is no number.
+    """
+    known = known or "0"
+    if not (known.isascii() and known.isdecimal() and len(known) < 10):
+        raise ValueError(f"known must be a whole number below 10^9; got {known[:60]!r}.")
+    match path.split("/"):
+        case ["conversations"]:
+            return overview
+        case ["conversations", name] if name:
+            return lambda scheduler, _: conversation(scheduler, name, int(known))
+        case ["conversations", name, "half"]:
+            return lambda scheduler, _: at_half(scheduler, name)
+    raise LookupError("There is nothing here.")
+
+
+def change(path: str, body: Any) -> Look:
+    """The change for a path below the page's root; arguments and errors as in `view`."""
+    match path.split("/"):
+        case ["conversations", name, "pins"]:
+            return lambda scheduler, _: change_pins(scheduler, name, body)
+    raise LookupError("There is nothing here.")
+
+
+def overview(scheduler: Scheduler, model: str) -> Steps:
+    """All idle conversations, the last used first, and the bytes of everything."""
+
+    def look() -> dict[str, Any]:
+        now = scheduler.ledger.bytes()
+        return {
+            "model": model,
+            "processes": processes(),
+            "bytes": {
+                "bound": now.bound,
+                "running": now.running,
+                "reserved": now.reserved,
+                "idle": now.idle,
+            },
+            "requests": {"running": scheduler.ledger.running, "waiting": scheduler.waiting},
+            "conversations": [_outline(entry) for entry in scheduler.conversations.listed()],
+        }
+
+    return (yield look)
+
+
+def _outline(entry: Conversation) -> dict[str, Any]:
+    last = entry.turns[-1]
+    return {
+        "id": last.name,
+        "title": last.title,
+        "tokens": entry.count,
+        "bytes": entry.nbytes,
+        "shrunk": entry.shrunk,
+    }
+
+
+def conversation(scheduler: Scheduler, name: str, known: int = 0) -> Steps:
+    """One conversation's tokens, and for each layer how many heads hold each of them.
+
+    The conversation is idle, or in the middle of an answer.
+
+    Args:
+        scheduler: The server's scheduler.
+        name: The name of its answer.
+        known: The number of first tokens whose texts are not wanted.
+
+    Raises:
+        LookupError: There is no conversation of this name.
+    """
+    (outline, layers, tokens), seconds = yield partial(_timed, partial(_state, scheduler, name))
+    outline["layers"] = _as_json(layers)
+    outline["texts"] = texts = list[str]()
+    tokenizer = scheduler.served.tokenizer
+    for first in range(known, len(tokens), TEXTS_AT_A_TIME):
+        before = max(0, first - DECODE_CONTEXT)
+        decode = partial(token_texts, tokenizer, tokens[before : first + TEXTS_AT_A_TIME])
+        more, took = yield partial(_timed, decode)
+        texts += more[first - before :]
+        seconds += took
+    return outline | {"seconds": seconds}
+
+
+def _state(scheduler: Scheduler, name: str) -> tuple[dict[str, Any], list[LayerMemory], list[int]]:
+    """A conversation's outline, what its layers hold, and its tokens."""
+    # If several processes share the model, computing the newest step may need all of them.
+    running = scheduler.running(name) if processes() == 1 else None
+    if running is not None:
+        one, cache = running
+        tokens = list(one.tokens)
+        outline: dict[str, Any] = {
+            "title": one.request.title,
+            "tokens": len(tokens),
+            "bytes": sum(entry.nbytes for _, entry in bounded_layers(cache)),
+            "shrunk": False,
+        }
+    else:
+        entry = _named(scheduler, name)
+        outline, cache, tokens = _outline(entry), entry.cache, tokens_of(entry.place.key)
+        outline["messages"] = list(entry.turns[-1].messages) or None
+    layers = bounded_layers(cache)
+    outline |= {
+        "id": name,
+        "running": running is not None,
+        "policy": layers[0][1].policy.name if layers else None,
+        "processes": processes(),
+        "evicted": sum(one.evicted for _, one in layers) / max(len(layers), 1),
+        "pins": _pins(cache),
+    }
+    return outline, remembered(cache, len(tokens)), tokens
+
+
+def _timed(do: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of `do`, and the seconds that it took on the thread that generates."""
+    begun = time.perf_counter()
+    return do(), time.perf_counter() - begun
+
+
+def _named(scheduler: Scheduler, name: str) -> Conversation:
+    entry = scheduler.conversations.named(name)
+    if entry is None:
+        raise LookupError(
+            "There is no idle conversation of this name: it is being answered, has gone on under "
+            "the name of a later answer, or made room for others."
+        )
+    return entry
+
+
+def _as_json(layers: Sequence[LayerMemory]) -> list[dict[str, Any]]:
+    return [
+        {"layer": layer.layer, "heads": layer.heads, "held": layer.held.tolist()}
+        for layer in layers
+    ]
+
+
+def _pins(cache: Sequence[Any]) -> list[Span]:
+    """The spans pinned in some layer: a layer that has lost a token has no pin of it."""
+    return list(joined(span for _, entry in bounded_layers(cache) for span in entry.pins))
+
+
+def at_half(scheduler: Scheduler, name: str) -> Steps:
+    """The tokens that a conversation would hold if it had to shrink now, as idle ones do.
+
+    Raises:
+        LookupError: It is not an idle conversation.
+        ValueError: It cannot shrink so far.
+    """
+
+    def look() -> dict[str, Any]:
+        entry = _named(scheduler, name)
+        if any(one.policy.unit == "layer" for _, one in bounded_layers(entry.cache)):
+            require_alone('with unit="layer" all of them choose the lost tokens together.')
+        cache = copy.deepcopy(entry.cache)
+        shrink(cache)
+        mx.eval([one.state for one in cache])
+        layers = _as_json(remembered(cache, entry.count))
+        return {"bytes": sum(one.nbytes for one in cache), "layers": layers}
+
+    return (yield look)
+
+
+def change_pins(scheduler: Scheduler, name: str, body: Any) -> Steps:
+    """Pin or unpin tokens of an idle conversation.
+
+    Args:
+        scheduler: The server's scheduler.
+        name: The name of the conversation's answer.
+        body: The request's body: {"pin": spans} or {"unpin": spans}, or {"unpin": "all"}.
+
+    Raises:
+        LookupError: It is not an idle conversation.
+        ValueError: The body is invalid, or there is nothing or no room to pin.
+    """
+    what = _change_in(body)
+    require_alone("pins are a request's (its field mlx_h2o.pins), or the server's (--pin).")
+
+    def change() -> dict[str, Any]:
+        entry = _named(scheduler, name)
+        everything = what == "unpin" and body[what] == "all"
+        spans = None if everything else checked_spans(what, body[what])
+        if spans and spans[-1][1] > entry.count:
+            last = spans[-1][1] - 1
+            raise ValueError(f"{what} names position {last}; there are {entry.count} tokens.")
+        answer = PinAnswer()
+        if what == "pin":
+            assert spans is not None
+            layers = bounded_entries(entry.cache)
+            answer = PinAnswer.of_all(layer.pins_beside(spans)[1] for layer in layers)
+            if not (answer.pinned or answer.partly):
+                raise ValueError("No head holds these tokens any more, so they cannot be pinned.")
+            scheduler.conversations.change(entry, lambda cache: pin(cache, spans))
+        else:
+            scheduler.conversations.change(entry, lambda cache: unpin(cache, spans))
+        return {
+            "pins": _pins(entry.cache),
+            "partly": list(answer.partly),
+            "gone": list(answer.gone),
+        }
+
+    return (yield change)
+
+
+def _change_in(body: Any) -> str:
+    """The one of CHANGES that a body names."""
+    if not isinstance(body, Mapping) or len(body) != 1 or next(iter(body)) not in CHANGES:
+        raise ValueError(
+            'The body must be {"pin": [[first, one past the last], ...]} or the same of "unpin".'
+        )
+    if not body[what := str(next(iter(body)))]:
+        raise ValueError(f"{what} names no tokens.")
+    return what
