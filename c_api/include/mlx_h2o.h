@@ -506,11 +506,11 @@ MLX_H2O_API int mlx_h2o_cache_remainder(
 // -- a file of all rows ---------------------------------------------------------------------------
 
 // The file behind the caches of one conversation, one for each layer: every row that comes is
-// written to it, evicted or not, and evicted rows that are wanted again come back from it. Python
-// reads the same files (docs/how-it-works/index.md). A step waits for the disk only where rows
-// come faster than it takes them. If anything goes wrong (no space, a disk that is too slow,
-// several sequences in one cache), the conversation goes on without its file, as if there had been
-// none: mlx_h2o_spill_failure tells.
+// written to it, evicted or not, and evicted rows that are wanted again come back from it. It is
+// scratch: it has no name, and goes with its handle or with the process. A step waits for the disk
+// only where rows come faster than it takes them. If anything goes wrong (no space, a disk that is
+// too slow, several sequences in one cache), the conversation goes on without its file, as if there
+// had been none: mlx_h2o_spill_failure tells.
 //
 // The caches of a conversation are used by one thread at a time. A cache that is copied or restored
 // goes on without a file.
@@ -525,7 +525,7 @@ typedef struct mlx_h2o_returns_ {
   int every;    // 1 to 65536 tokens
   int window;   // 1 to 65536 of the last queries say what is wanted
   int pages;    // 1 to 65536 pages of 16 tokens are read for a KV head, and as many behind them
-  int rows;     // at most so many come back to a KV head; 0: none ever do
+  int rows;     // 1 to 65536 come back to a KV head, at most
   double room;  // the part of a head's evictable slots that they may take, above 0 to 1
   int ahead;    // so many rows behind a wanted one are wanted, too; 0 to 65536
 } mlx_h2o_returns;
@@ -541,12 +541,11 @@ static inline mlx_h2o_returns mlx_h2o_returns_default(void) {
 
 // An empty handle, to be filled.
 MLX_H2O_API mlx_h2o_spill mlx_h2o_spill_new(void);
-// Removes the file, unless it is to stay (mlx_h2o_spill_keep); the caches go on without it.
+// Removes the file; the caches go on without it.
 MLX_H2O_API int mlx_h2o_spill_free(mlx_h2o_spill spill);
 
-// For a conversation of so many layers, a file in this folder, which only the user may read (mode
-// 0600). It is made, with the folder if there is none, when the first rows of all layers have come;
-// files of processes that were killed are then removed from there. returns NULL: the defaults.
+// For a conversation of so many layers, a file in this folder. It is made, with the folder if there
+// is none (mode 0700), when the first rows of all layers have come. returns NULL: the defaults.
 MLX_H2O_API int mlx_h2o_spill_make(
     mlx_h2o_spill* res, const char* folder, size_t n_layers, const mlx_h2o_returns* returns);
 // Has a cache that has seen no token be a layer's, from 0 on. returning [n_kv_heads]: whether rows
@@ -555,73 +554,9 @@ MLX_H2O_API int mlx_h2o_cache_spill_to(
     mlx_h2o_cache cache, const mlx_h2o_spill spill, size_t layer, const bool* returning,
     size_t n_kv_heads);
 
-// Before its first rows: has the file stay in the end, if the state was recorded by then. The files
-// of processes that were killed stay, too.
-MLX_H2O_API int mlx_h2o_spill_keep(mlx_h2o_spill spill);
-// Records the state of a conversation's caches beside its file, and waits until it and all rows are
-// on the disk: before an app is suspended, or ends. The caches are those of all layers in their
-// order, between two tokens; they go on. res tells whether it is recorded: not where the file has
-// failed, or is not to stay. It is found again under mlx_h2o_spill_path. No record is made by
-// itself, as Python makes one every 256 tokens: of a process that is killed only what was recorded
-// counts.
-MLX_H2O_API int mlx_h2o_spill_record(
-    bool* res, mlx_h2o_spill spill, const mlx_h2o_cache* caches, size_t n_layers,
-    const mlx_stream s);
-// The caches [n_layers] of a conversation, as they were at the newest record of its state, and its
-// file, which gets their further rows and stays; also of one that Python left (Spill(keep=True)).
-// res and caches: empty handles, or what they replace. mlx_h2o_cache_offset says how many tokens
-// they have seen: those that came after are to be given again. The file stays as it is until rows
-// of these come: a caller who finds that the caches are another model's frees them, and loses
-// nothing. An error (MLX_H2O_ERROR_SAVED), and nothing is changed, for files that are missing, in
-// use, damaged, sealed, or of other layers.
-MLX_H2O_API int mlx_h2o_spill_resume(
-    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
-    const mlx_stream s);
-
-// The cipher of sealed files, which the program brings: AES-GCM with a key of 32 bytes, nonces of
-// 12 and tags of 16. It is called in the thread of the model and in the writer's, maybe at once. A
-// call that fails returns another number than 0: the conversation then goes on without its file, or
-// the file is refused.
-typedef struct mlx_h2o_seal_ {
-  size_t size;  // of this struct, as the program knows it
-  void* context;
-  // Called once with the context, when nothing needs it any more; or NULL.
-  void (*release)(void* context);
-  // The cipher of one file, by the 32 random bytes in its header. As Python's files have it
-  // (Spill(key=...)), its key is HKDF-SHA256 (RFC 5869) of the program's, with these as salt, the
-  // info "mlx-h2o sealed rows" and 32 bytes. NULL where it cannot be made.
-  void* (*open)(void* context, const uint8_t* salt, size_t n_salt);
-  void (*close)(void* cipher);
-  // Seals data [n] where it lies, and writes tag [16]; nonce [12]; associated [n_associated] is
-  // authenticated too, and may be empty.
-  int (*encrypt)(
-      void* cipher, const uint8_t* nonce, const uint8_t* associated, size_t n_associated,
-      uint8_t* data, size_t n, uint8_t* tag);
-  // Opens it. Fails where the tag is not of these bytes.
-  int (*decrypt)(
-      void* cipher, const uint8_t* nonce, const uint8_t* associated, size_t n_associated,
-      uint8_t* data, size_t n, const uint8_t* tag);
-} mlx_h2o_seal;
-
-// Before its first rows: has the file and the records of the state be sealed. The context is
-// released where this fails, too, unless `size` is wrong, so that nothing else can be read.
-MLX_H2O_API int mlx_h2o_spill_seal(mlx_h2o_spill spill, const mlx_h2o_seal* seal);
-// mlx_h2o_spill_resume for a file that was sealed, here or in Python; the same of the context. With
-// another key nothing is changed.
-MLX_H2O_API int mlx_h2o_spill_resume_sealed(
-    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
-    const mlx_h2o_seal* seal, const mlx_stream s);
-
-// Why there is no file, or why it gets no more rows; "" while all is well. As the next, it is valid
-// until the next call with this handle or one of its caches; not to be freed.
+// Why there is no file, or why it gets no more rows; "" while all is well. It is valid until the
+// next call with this handle or one of its caches; not to be freed.
 MLX_H2O_API int mlx_h2o_spill_failure(const char** res, const mlx_h2o_spill spill);
-// Where the file is; "" before it is made.
-MLX_H2O_API int mlx_h2o_spill_path(const char** res, const mlx_h2o_spill spill);
-// How many positions are in the file, in all layers: whole blocks of 8.
-MLX_H2O_API int mlx_h2o_spill_written(int64_t* res, const mlx_h2o_spill spill);
-// Waits until all whole blocks that all layers gave are on the disk: before an app is suspended.
-// (Those of a first chunk are given with the next token.) res, unless NULL, tells whether they are.
-MLX_H2O_API int mlx_h2o_spill_flush(bool* res, mlx_h2o_spill spill, const mlx_stream s);
 // How many rows came back to a cache so far, over all its KV heads.
 MLX_H2O_API int mlx_h2o_cache_returned(int64_t* res, const mlx_h2o_cache cache);
 

@@ -95,11 +95,10 @@ MLX_H2O_API int mlx_h2o_quantize_append(
 
 // -- files of rows --------------------------------------------------------------------------------
 
-// Rows of one KV head out of a file that no process writes, whoever made it: [M, width] by field,
-// at positions [M] int32. res_delivered, unless NULL: how many positions the file has. A sealed
-// file is refused.
-MLX_H2O_API int mlx_h2o_row_file_read(
-    mlx_map_string_to_array* res, int64_t* res_delivered, const char* path, size_t layer, int head,
+// Rows of one KV head out of a conversation's file, once all whole blocks of 8 positions that came
+// are in it: [M, width] by field, at positions [M] int32 within these.
+MLX_H2O_API int mlx_h2o_spill_rows(
+    mlx_map_string_to_array* res, mlx_h2o_spill spill, size_t layer, int head,
     const mlx_array positions, const mlx_stream s);
 
 #ifdef __cplusplus

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include "page_digests.h"
@@ -19,7 +18,7 @@ struct Returns {
   int every = 32;     // tokens from one return to the next while decoding
   int window = 8;     // of the last queries say what is wanted
   int pages = 12;     // whose rows are read for a KV head at each return, and as many behind them
-  int rows = 64;      // that come back to a KV head at each return, at most; 0: none ever
+  int rows = 64;      // that come back to a KV head at each return, at most
   double room = 0.5;  // the part of a head's evictable slots that these may take
   int ahead = 16;     // of the following rows a wanted row makes wanted, too
 
@@ -29,7 +28,7 @@ struct Returns {
 
 class ConversationRows {
  public:
-  // Makes the folder, if there is none. Raises where that is impossible.
+  // Nothing is made on disk yet.
   ConversationRows(std::string folder, int layers, const Returns& returns);
 
   const Returns returns;
@@ -39,21 +38,6 @@ class ConversationRows {
   RowFile* file() {
     return file_.get();
   }
-  const std::string& path() const {
-    return path_;
-  }
-  // Has the file stay in the end, if the state was recorded by then. Raises once rows have come.
-  void keep();
-  bool kept() const {
-    return kept_;
-  }
-  // Has the file be sealed, and digests stay in memory. Raises once rows have come.
-  void seal(std::shared_ptr<const Cipher> cipher);
-  // Where the next record of the state is to be; and that it is there.
-  std::string next_record() const;
-  void recorded();
-  // Goes on in a file that has all layers' rows; the place, 0 or 1, is of the next record.
-  void go_on_in(std::unique_ptr<RowFile> file, int place);
   int layers() const {
     return int(forms_.size());
   }
@@ -74,22 +58,16 @@ class ConversationRows {
   bool well();
   // Why there is no file, or why it holds no more rows; "" while all is well.
   std::string failure() const;
-  // Removes the file; the caches go on without.
+  // Closes the file; the caches go on without.
   void close();
 
  private:
-  // Whether rows came.
-  bool begun() const;
-
   const std::string folder_;
-  std::string path_, failure_;
+  std::string failure_;
   std::vector<std::optional<LayerForm>> forms_;
   std::vector<bool> attached_;
   std::vector<LayerRows*> rows_;  // null before a layer's first
   std::unique_ptr<RowFile> file_;
-  std::shared_ptr<const Cipher> cipher_;  // of a file that is to be sealed
-  bool kept_ = false;
-  int place_ = 0;  // of the next record
 };
 
 }  // namespace mlx_h2o

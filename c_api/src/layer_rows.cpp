@@ -165,20 +165,6 @@ LayerForm LayerRows::form_of(const Held& held) const {
   return form;
 }
 
-void LayerRows::go_on(int64_t first, const Fields& tail) {
-  first_ = offset_ = first;
-  if (tail.empty()) return;
-  held_.push_back({RowKind::stored, tail.at("keys").shape(2), tail});
-  offset_ += held_.back().count;
-}
-
-Fields LayerRows::tail() {
-  give();  // rows that came before the file was made
-  if (offset_ == first_) return {};
-  LayerRows looking = *this;
-  return looking.packed_first(int(offset_ - first_));
-}
-
 // -- tokens are taken back ------------------------------------------------------------------------
 
 void LayerRows::trim(int64_t offset) {

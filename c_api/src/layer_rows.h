@@ -29,9 +29,6 @@ class LayerRows {
   ConversationRows& conversation() const {
     return *conversation_;
   }
-  int layer() const {
-    return layer_;
-  }
   std::vector<std::string> names() const;
   // Positions whose rows `rows` can give: whole blocks, while all is well.
   int64_t available();
@@ -54,10 +51,6 @@ class LayerRows {
   void take_chunk(int64_t first, const mx::array& keys, const mx::array& values, int window);
   // Gives the rows of whole blocks to the file, if it is there.
   void give();
-  // Goes on behind whole blocks, with the rows [1, H, n, width] that follow as they are stored.
-  void go_on(int64_t first, const Fields& tail);
-  // The rows behind the last whole block, as they are stored; nothing where there are none.
-  Fields tail();
   // Forgets the rows from a position on.
   void trim(int64_t offset);
 

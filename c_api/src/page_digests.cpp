@@ -1,15 +1,9 @@
 #include "page_digests.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-
-#include "row_layout.h"
 
 namespace mlx_h2o {
 
@@ -33,16 +27,6 @@ void put_digest(uint8_t* to, const float* keys, size_t count) {
     to[sizeof scale + i] = uint8_t(int8_t(std::nearbyint(keys[i] / divisor)));
 }
 
-// A new file without a name.
-int nameless(const std::string& folder) {
-  std::string path = folder + "/.digests-XXXXXX";
-  const int descriptor = mkstemp(path.data());
-  if (descriptor < 0) throw FileError(std::strerror(errno));
-  unlink(path.c_str());
-  fcntl(descriptor, F_SETFD, FD_CLOEXEC);
-  return descriptor;
-}
-
 }  // namespace
 
 float Digests::scale(int page) const {
@@ -57,9 +41,8 @@ const int8_t* Digests::keys(int page) const {
 }
 
 void PageDigests::close() {
-  if (descriptor_ >= 0) ::close(descriptor_);
-  descriptor_ = -1, end_ = 0;
-  memory_.clear();
+  file_.reset();
+  end_ = 0;
   tracts_.clear(), counts_.clear(), forms_.clear();
 }
 
@@ -75,15 +58,14 @@ void PageDigests::append(int layer, int heads, int width, const std::vector<floa
   for (int page = 0; page < pages;) {
     // As many as lie together.
     const int at = (first + page) % kTract, some = std::min(pages - page, kTract - at);
-    const int64_t start = place(layer, (first + page) / kTract);
+    const size_t start = place(layer, (first + page) / kTract);
     std::vector<uint8_t> digests(some * size);
     for (int head = 0; head < heads; ++head) {
       for (int i = 0; i < some; ++i)
         put_digest(
             digests.data() + i * size, keys.data() + (size_t(head) * pages + page + i) * of_page,
             of_page);
-      const int64_t to = start + int64_t(head * kTract + at) * int64_t(size);
-      put(digests, to);
+      file_->write(digests.data(), digests.size(), start + size_t(head * kTract + at) * size);
     }
     page += some;
     counts_[layer] = first + page;
@@ -94,26 +76,9 @@ Digests PageDigests::read(int layer, int head, int tract, int pages) const {
   const int width = forms_.at(layer).width;
   const size_t size = bytes_of(width);
   Digests digests{width, std::vector<uint8_t>(pages * size)};
-  std::vector<uint8_t>& bytes = digests.bytes;
-  const int64_t start = tracts_.at({layer, tract}) + int64_t(head) * kTract * int64_t(size);
-  get(bytes, start);
+  const size_t start = tracts_.at({layer, tract}) + size_t(head) * kTract * size;
+  file_->read(digests.bytes.data(), digests.bytes.size(), start);
   return digests;
-}
-
-void PageDigests::put(const std::vector<uint8_t>& digests, int64_t at) {
-  if (in_memory_) {
-    memory_.resize(size_t(end_));
-    std::copy(digests.begin(), digests.end(), memory_.begin() + at);
-  } else if (pwrite(descriptor_, digests.data(), digests.size(), at) != ssize_t(digests.size())) {
-    throw FileError("digests of pages could not be written");
-  }
-}
-
-void PageDigests::get(std::vector<uint8_t>& digests, int64_t at) const {
-  if (in_memory_)
-    std::copy_n(memory_.begin() + at, digests.size(), digests.begin());
-  else if (pread(descriptor_, digests.data(), digests.size(), at) != ssize_t(digests.size()))
-    throw FileError("digests of pages could not be read");
 }
 
 void PageDigests::truncate(int layer, int position) {
@@ -122,12 +87,12 @@ void PageDigests::truncate(int layer, int position) {
 }
 
 // Where a tract begins; a new one is at the end.
-int64_t PageDigests::place(int layer, int tract) {
+size_t PageDigests::place(int layer, int tract) {
   const auto [found, is_new] = tracts_.try_emplace({layer, tract}, end_);
   if (!is_new) return found->second;
-  if (descriptor_ < 0 && !in_memory_) descriptor_ = nameless(folder_);
+  if (!file_) file_.emplace(folder_);
   const Form form = forms_.at(layer);
-  end_ += int64_t(form.heads) * kTract * int64_t(bytes_of(form.width));
+  end_ += size_t(form.heads) * kTract * bytes_of(form.width);
   return found->second;
 }
 

@@ -1,14 +1,16 @@
 // Digests of a conversation's pages: the keys of the heads that ask, in 8 bits, beside the rows
-// (python/mlx_h2o/spill/page_digests.py, which says more). They lie in a file without a name, which
-// no other process can open and which goes with this object, or in memory.
+// (python/mlx_h2o/spill/page_digests.py, which says more).
 #pragma once
 
 #include <stdint.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "scratch_file.h"
 
 namespace mlx_h2o {
 
@@ -31,14 +33,7 @@ class PageDigests {
  public:
   explicit PageDigests(std::string folder) : folder_(std::move(folder)) {}
   PageDigests(const PageDigests&) = delete;
-  ~PageDigests() {
-    close();
-  }
 
-  // Has those to come lie in memory: keys of a sealed file must not lie on a disk in the open.
-  void stay_in_memory() {
-    in_memory_ = true;
-  }
   // Gives the file up; digests are made anew if they are wanted again.
   void close();
   // How many pages of a layer have digests.
@@ -57,16 +52,12 @@ class PageDigests {
     int heads, width;
   };
 
-  int64_t place(int layer, int tract);
-  void put(const std::vector<uint8_t>& digests, int64_t at);
-  void get(std::vector<uint8_t>& digests, int64_t at) const;
+  size_t place(int layer, int tract);
 
   const std::string folder_;
-  bool in_memory_ = false;
-  std::vector<uint8_t> memory_;
-  int descriptor_ = -1;
-  int64_t end_ = 0;
-  std::map<std::pair<int, int>, int64_t> tracts_;  // where those of a layer begin
+  std::optional<ScratchFile> file_;  // none before the first digests
+  size_t end_ = 0;
+  std::map<std::pair<int, int>, size_t> tracts_;  // where those of a layer begin
   std::map<int, int> counts_;
   std::map<int, Form> forms_;
 };

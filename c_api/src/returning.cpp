@@ -14,8 +14,6 @@
 
 namespace mlx_h2o {
 
-using namespace std::string_literals;
-
 namespace {
 
 // A wanted row makes the rows behind it wanted, each by this factor less than the one before.
@@ -23,10 +21,6 @@ constexpr double kFading = 0.9;
 // A row is wanted if some query gives it this part of its attention. How much it is wanted is the
 // mean over all queries, as in scores.
 constexpr float kLeastWanted = 0.1f;
-// How names of what is kept begin in a record of the state.
-constexpr char kKept[] = "returning.";
-// The greatest number in `Returns`.
-constexpr int kMostReturns = 1 << 16;
 
 // The queries that say what is wanted.
 struct Asked {
@@ -461,109 +455,6 @@ void take_in(
 
 }  // namespace
 
-Returns Returning::settings_of(const Json& config) {
-  const Json& kept = member(config.object("A cache"), "returning", true);
-  Returns returns;
-  if (kept.is_null()) {
-    returns.rows = 0;
-    return returns;
-  }
-  const Json::Object& all = member(kept.object("returning"), "returns").object("returns");
-  const auto number = [&](const char* name) {
-    return member(all, name).whole(name, 0, kMostReturns);
-  };
-  returns = {
-      number("every"),
-      number("window"),
-      number("pages"),
-      number("rows"),
-      member(all, "room").number("room"),
-      number("ahead")};
-  returns.check_all();
-  return returns;
-}
-
-Json Returning::state(Fields& arrays, const std::optional<Frame>& frame) const {
-  if (!settings.rows) return {};
-  if (!queries.empty()) {
-    mx::array q = join_along(queries, 2);
-    if (frame) {
-      const int group = q.shape(1) / frame->scale.shape(0);
-      const mx::array scale = mx::expand_dims(mx::repeat(frame->scale, group, 0), 1);
-      q = mx::astype(f32(q) / scale, q.dtype());
-    }
-    arrays.insert_or_assign(kKept + "queries"s, q);
-  }
-  for (const auto& [head, credit] : credits) {
-    const std::string of_head = "." + std::to_string(head);
-    const mx::Shape shape{int(credit.positions.size())};
-    arrays.insert_or_assign(
-        kKept + "positions"s + of_head, mx::array(credit.positions.begin(), shape, mx::int32));
-    arrays.insert_or_assign(
-        kKept + "scores"s + of_head, mx::array(credit.scores.begin(), shape, mx::float32));
-  }
-  std::vector<int> asking;
-  for (size_t head = 0; head < heads.size(); ++head)
-    if (heads[head]) asking.push_back(int(head));
-  return Json::Object{
-      {"heads", Json(asking)},
-      {"returns",
-       Json::Object{
-           {"every", settings.every},
-           {"window", settings.window},
-           {"pages", settings.pages},
-           {"rows", settings.rows},
-           {"room", settings.room},
-           {"ahead", settings.ahead}}}};
-}
-
-Fields Returning::taken_from(Fields& arrays) {
-  Fields kept;
-  for (auto at = arrays.begin(); at != arrays.end();)
-    if (at->first.starts_with(kKept))
-      kept.insert(arrays.extract(at++));
-    else
-      ++at;
-  return kept;
-}
-
-Returning Returning::of_state(const Json& config, Fields& arrays, const CacheSettings& s) {
-  const Json& kept = member(config.object("A cache"), "returning", true);
-  Returning back(settings_of(config), std::vector<bool>(size_t(s.heads()), !kept.is_null()));
-  if (!kept.is_null()) {
-    const Json& asking = member(kept.object("returning"), "heads", true);
-    if (!asking.is_null()) {
-      back.heads.assign(back.heads.size(), false);
-      for (const int head : asking.wholes("heads", 0, s.heads() - 1))
-        back.heads[size_t(head)] = true;
-    }
-  }
-  const auto taken = [&](const std::string& name) {
-    std::optional<mx::array> array;
-    if (const auto found = arrays.find(kKept + name); found != arrays.end())
-      array = found->second, arrays.erase(found);
-    return array;
-  };
-  if (const std::optional<mx::array> q = taken("queries")) {
-    check(
-        q->ndim() == 4 && q->shape(0) == 1 && q->shape(1) > 0 && q->shape(1) % s.heads() == 0 &&
-            q->shape(2) > 0 && (!s.frame || q->shape(3) == s.frame->scale.shape(1)),
-        "Queries of another layer were kept.");
-    back.queries.push_back(s.frame ? enter_queries(*s.frame, *q) : *q);
-  }
-  for (int head = 0; head < s.heads(); ++head) {
-    const std::string of_head = "." + std::to_string(head);
-    const std::optional<mx::array> positions = taken("positions" + of_head);
-    const std::optional<mx::array> scores = taken("scores" + of_head);
-    if (!positions && !scores) continue;
-    check(
-        positions && scores && positions->ndim() == 1 && positions->shape() == scores->shape(),
-        "Positions and scores of returned rows are not paired.");
-    back.credits[head] = {ints_of(*positions), floats_of(*scores)};
-  }
-  return back;
-}
-
 size_t Returning::nbytes() const {
   size_t bytes = 0;
   for (const mx::array& q : queries) bytes += q.nbytes();
@@ -610,8 +501,7 @@ void Returning::note(const mx::array& q) {
 }
 
 bool Returning::is_due(const BoundedLayer& layer, int length) const {
-  if (!settings.rows || !any_asks() || !layer.spill || layer.spill->available() < kPage)
-    return false;
+  if (!any_asks() || !layer.spill || layer.spill->available() < kPage) return false;
   // Without attention a policy has no use for a lease.
   if (!layer.settings.policy.needs_attention()) return false;
   if (length == 1 && (layer.offset() % settings.every || !layer.settled())) return false;

@@ -2,7 +2,6 @@
 // (python/mlx_h2o/engine/returning.py, which says how and why).
 #pragma once
 
-#include "json.h"
 #include "layer.h"
 #include "layer_rows.h"
 
@@ -27,17 +26,6 @@ class Returning {
   std::vector<mx::array> queries;
   std::map<int, Credit> credits;  // of the rows that have a lease, by KV head
   int64_t returned = 0;           // rows that came back so far
-
-  // What a record of the state keeps of it (python/mlx_h2o/engine/returns_kept.py): arrays, put to
-  // those of the cache, and the rest. Queries are kept without the frame.
-  Json state(Fields& arrays, const std::optional<Frame>& frame) const;
-  // Takes these arrays out of those of a cache.
-  static Fields taken_from(Fields& arrays);
-  // Of a cache with these settings, from its configuration; its arrays are taken out. Raises for
-  // what cannot have been kept.
-  static Returning of_state(const Json& config, Fields& arrays, const CacheSettings& settings);
-  // How rows come back, by a cache's configuration.
-  static Returns settings_of(const Json& config);
 
   size_t nbytes() const;
   // Keeps the last of some queries [1, Hq, L, D], as the model made them. The newest kept must be

@@ -9,7 +9,6 @@
 #include "policy_view.h"
 #include "saved_state.h"
 #include "scoring.h"
-#include "state_record.h"
 
 namespace mlx_h2o {
 
@@ -321,31 +320,6 @@ std::unique_ptr<Core> Core::restored(
     }
     return core;
   });
-}
-
-std::pair<Fields, Json> Core::beside_rows() {
-  check(layer_ && spill_, "A record is of caches with a file that have seen tokens.", Blame::state);
-  auto [arrays, text] = saved();
-  for (const std::string& name : spill_->rows.names()) arrays.erase("slots." + name);
-  for (const auto& [name, rows] : spill_->rows.tail()) arrays.insert_or_assign(kTail + name, rows);
-  Json::Object config = Json::parsed(text).object("What was saved");
-  config["returning"] = spill_->back.state(arrays, settings_.frame);
-  return {std::move(arrays), std::move(config)};
-}
-
-std::unique_ptr<Core> Core::resumed(
-    std::shared_ptr<ConversationRows> conversation, int layer, Fields arrays, const Json& config,
-    const Fields& tail) {
-  Fields kept = Returning::taken_from(arrays);
-  std::unique_ptr<Core> core = restored(arrays, config.text());
-  check(core->layer_.has_value(), "A record is of caches that have seen tokens.");
-  Returning back = Returning::of_state(config, kept, core->settings_);
-  check(kept.empty(), "A record has what no cache keeps.");
-  conversation->attach(layer);
-  core->spill_.emplace(Spilled{{std::move(conversation), layer, core->settings_}, std::move(back)});
-  const int behind = tail.empty() ? 0 : tail.at("keys").shape(2);
-  core->spill_->rows.go_on(core->offset() - behind, tail);
-  return core;
 }
 
 void Core::resize(std::vector<int> budgets, std::vector<Stage> filling) {

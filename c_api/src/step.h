@@ -52,17 +52,6 @@ class Core {
   // A cache that holds what was saved. Raises for what no cache can have saved.
   static std::unique_ptr<Core> restored(
       const Fields& arrays, const std::string& settings, const Policy* own = nullptr);
-  // The same for a record of its conversation's state: without the rows of its slots, which are in
-  // the file, but with those behind the last whole block, and what is kept for rows to come back.
-  std::pair<Fields, Json> beside_rows();
-  // A cache from such, and the rows of its slots, which goes on in the conversation's file.
-  static std::unique_ptr<Core> resumed(
-      std::shared_ptr<ConversationRows> conversation, int layer, Fields arrays, const Json& config,
-      const Fields& tail);
-  // Whether its rows go into this conversation's file, as this layer's.
-  bool is_layer_of(const ConversationRows& conversation, int layer) const {
-    return spill_ && &spill_->rows.conversation() == &conversation && spill_->rows.layer() == layer;
-  }
   // KV heads.
   size_t heads() const {
     return settings_.budgets.size();

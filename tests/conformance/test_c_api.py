@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from covering import STEP
-from mlx_h2o import H2OKVCache
+from golden.numbers import bell
+from mlx_h2o import H2OKVCache, Spill
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
+from mlx_h2o.model_caches.make import spill_to
 from mlx_h2o.policies import make_policy
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.rope import Rope
@@ -393,6 +396,30 @@ def test_copies_and_other_slots(engine: Path) -> None:
 def test_files_of_rows(engine: Path, tmp_path: Path) -> None:
     """Tokens taken back, copies, failures: the conversation goes on, and no file is left."""
     succeed(engine / "tests" / "rows", "check", tmp_path)
+
+
+@over_both
+def test_rows_in_the_file_are_those_of_python(engine: Path, tmp_path: Path) -> None:
+    """Bit by bit, also in a block that tokens taken back opened again."""
+    tokens, out = 75, tmp_path / "out"
+    out.mkdir()
+    succeed(engine / "tests" / "rows", "save", tmp_path / "rows", tokens, out)
+    packing: dict[str, Any] = {"bits": 4, "group_size": 32, "recent_bits": 8}
+    caches = [H2OKVCache(budgets=[24, 32], policy="salient", **packing) for _ in range(2)]
+    spill_to(caches, Spill(tmp_path / "rows"), [frozenset({0})] * 2)
+    for first in (0, *range(5, tokens)):
+        for layer, cache in enumerate(caches):
+            seed, count = 1000 * first + 10 * layer, 1 if first else 5
+            q, k, v = (mx.array(bell(seed + i, (1, (4, 2, 2)[i], count, 32))) for i in range(3))
+            mx.eval(taken_in(cache, q, k, v))
+    for layer, cache in enumerate(caches):
+        assert cache.spill is not None
+        for head in range(2):
+            theirs: Any = mx.load(str(out / f"{layer}.{head}.safetensors"))
+            ours = cache.spill.rows(head, range(tokens // 8 * 8))
+            assert theirs.keys() == ours.keys()
+            for name, rows in ours.items():
+                assert (np.array(theirs[name]) == rows).all(), (layer, head, name)
 
 
 # More by hand: build/c_api/sanitized/over_mlx/tests/arguments fuzz 1000000 7

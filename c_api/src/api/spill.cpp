@@ -3,7 +3,8 @@
 #include <cstring>
 
 #include "../evaluation.h"
-#include "../resuming.h"
+#include "../operands.h"
+#include "../step.h"
 #include "handles.h"
 #include "mlx_h2o_golden.h"
 
@@ -54,38 +55,6 @@ Returns returns_of(const mlx_h2o_returns* given) {
   check_size(given->size);
   check_unknown(given, sizeof *given, given->size, "returns");
   return {given->every, given->window, given->pages, given->rows, given->room, given->ahead};
-}
-
-// The program's cipher, whose context goes with it.
-std::shared_ptr<const Cipher> cipher_of(const mlx_h2o_seal* given) {
-  check(given, "The cipher is missing: a pointer is null.");
-  check(
-      given->size >= sizeof *given,
-      "seal.size is that of the struct; got " + std::to_string(given->size) + ".");
-  auto cipher = std::make_shared<Cipher>();
-  cipher->context = given->context, cipher->release = given->release;
-  cipher->open = given->open, cipher->close = given->close;
-  cipher->encrypt = given->encrypt, cipher->decrypt = given->decrypt;
-  check_unknown(given, sizeof *given, given->size, "a seal");
-  check(
-      cipher->open && cipher->close && cipher->encrypt && cipher->decrypt,
-      "A cipher has open, close, encrypt and decrypt: a pointer is null.");
-  return cipher;
-}
-
-void resume(
-    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
-    std::shared_ptr<const Cipher> cipher) {
-  wants(res);
-  refuse_tracing();
-  check(path, "The path of a file of rows is missing: a pointer is null.");
-  check(caches || !n_layers, "The place for caches is missing: a pointer is null.");
-  Resumed all = resumed(path, n_layers, std::move(cipher));
-  auto made = std::make_unique<Spill>();
-  made->rows = std::move(all.conversation);
-  for (size_t i = 0; i < n_layers; ++i) give(&caches[i], std::move(all.caches[i]));
-  mlx_h2o_spill_free(*res);
-  res->ctx = made.release();
 }
 
 }  // namespace
@@ -150,76 +119,12 @@ int mlx_h2o_cache_spill_to(
   });
 }
 
-int mlx_h2o_spill_keep(mlx_h2o_spill spill) {
-  return guarded([&] { of(spill)->keep(); });
-}
-
-int mlx_h2o_spill_seal(mlx_h2o_spill spill, const mlx_h2o_seal* seal) {
-  return guarded([&] {
-    std::shared_ptr<const Cipher> cipher = cipher_of(seal);
-    of(spill)->seal(std::move(cipher));
-  });
-}
-
-int mlx_h2o_spill_record(
-    bool* res, mlx_h2o_spill spill, const mlx_h2o_cache* caches, size_t n_layers,
-    const mlx_stream s) {
-  return guarded_on(s, [&] {
-    wants(res);
-    refuse_tracing();
-    check(caches || !n_layers, "The caches are missing: a pointer is null.");
-    ConversationRows& rows = *of(spill);
-    check(
-        n_layers == size_t(rows.layers()),
-        "This conversation has " + std::to_string(rows.layers()) + " layers; got " +
-            std::to_string(n_layers) + ".");
-    std::vector<Core*> cores;
-    for (size_t i = 0; i < n_layers; ++i) cores.push_back(&changed(caches[i]));
-    *res = record_state(rows, cores);
-  });
-}
-
-int mlx_h2o_spill_resume(
-    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
-    const mlx_stream s) {
-  return guarded_on(s, [&] { resume(res, caches, n_layers, path, nullptr); });
-}
-
-int mlx_h2o_spill_resume_sealed(
-    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
-    const mlx_h2o_seal* seal, const mlx_stream s) {
-  return guarded_on(s, [&] { resume(res, caches, n_layers, path, cipher_of(seal)); });
-}
-
 int mlx_h2o_spill_failure(const char** res, const mlx_h2o_spill spill) {
   return guarded([&] {
     wants(res);
     Spill& held = spill_of(spill);
     held.failure = held.rows->failure();
     *res = held.failure.c_str();
-  });
-}
-
-int mlx_h2o_spill_path(const char** res, const mlx_h2o_spill spill) {
-  return guarded([&] {
-    wants(res);
-    *res = of(spill)->path().c_str();
-  });
-}
-
-int mlx_h2o_spill_written(int64_t* res, const mlx_h2o_spill spill) {
-  return guarded([&] {
-    wants(res);
-    RowFile* const file = of(spill)->file();
-    *res = file ? file->written() : 0;
-  });
-}
-
-int mlx_h2o_spill_flush(bool* res, mlx_h2o_spill spill, const mlx_stream s) {
-  return guarded_on(s, [&] {
-    ConversationRows& rows = *of(spill);
-    const bool whole = rows.well() && rows.file() && rows.file()->flush();
-    if (res) *res = whole;
   });
 }
 
@@ -230,36 +135,29 @@ int mlx_h2o_cache_returned(int64_t* res, const mlx_h2o_cache cache) {
   });
 }
 
-int mlx_h2o_row_file_read(
-    mlx_map_string_to_array* res, int64_t* res_delivered, const char* path, size_t layer, int head,
+int mlx_h2o_spill_rows(
+    mlx_map_string_to_array* res, mlx_h2o_spill spill, size_t layer, int head,
     const mlx_array positions, const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(res);
-    check(path, "The file's path is missing: a pointer is null.");
+    RowFile* const file = of(spill)->well() ? of(spill)->file() : nullptr;
+    check(file && file->flush(), "There is no file: " + of(spill)->failure(), Blame::state);
+    check(layer < file->layout().layers().size(), "This file has no such layer.");
     Operands operands;
     const mx::array at = mx::contiguous(operands.take("positions", positions, "M", Kind::int32));
     evaluate({at});
-    blaming(Blame::saved, [&] {
-      try {
-        const std::unique_ptr<RowFile> file = RowFile::open(path);
-        if (res_delivered) *res_delivered = file->delivered(0);
-        check(layer < file->layout().layers().size(), "This file has no such layer.");
-        const RowBytes rows =
-            file->rows(int(layer), head, {at.data<int>(), at.data<int>() + at.size()});
-        const mlx_map_string_to_array all = mlx_map_string_to_array_new();
-        for (const RowField& field : file->layout().layers()[layer].fields) {
-          const mx::Shape shape{int(at.size()), int(field.row_bytes())};
-          const mx::array bytes(rows.at(field.name).data(), shape, mx::uint8);
-          const mx::array of_field = mx::view(bytes, field.dtype);
-          mlx_map_string_to_array_insert(all, field.name.c_str(), borrowed(of_field));
-        }
-        const int status = mlx_map_string_to_array_set(res, all);
-        mlx_map_string_to_array_free(all);
-        check(!status, "MLX could not list the arrays.", Blame::internal);
-      } catch (const FileError& error) {
-        check(false, error.what());
-      }
-    });
+    const mlx_map_string_to_array all = mlx_map_string_to_array_new();
+    const RowBytes rows =
+        file->rows(int(layer), head, {at.data<int>(), at.data<int>() + at.size()});
+    for (const RowField& field : file->layout().layers()[layer].fields) {
+      const mx::Shape shape{int(at.size()), int(field.row_bytes())};
+      const mx::array bytes(rows.at(field.name).data(), shape, mx::uint8);
+      const mx::array of_field = mx::view(bytes, field.dtype);
+      mlx_map_string_to_array_insert(all, field.name.c_str(), borrowed(of_field));
+    }
+    const int status = mlx_map_string_to_array_set(res, all);
+    mlx_map_string_to_array_free(all);
+    check(!status, "MLX could not list the arrays.", Blame::internal);
   });
 }
 

@@ -11,7 +11,7 @@ import MLX
 final class Engine {
     let handle: mlx_h2o_cache
     /// Whether the policy accumulates scores.
-    private(set) var accumulates: Bool
+    let accumulates: Bool
     private var lastStream: StreamOrDevice?
 
     /// The default stream, which is kept until the next call: its handle alone would not keep it.
@@ -48,9 +48,6 @@ final class Engine {
     private init(_ handle: mlx_h2o_cache, accumulates: Bool) {
         (self.handle, self.accumulates) = (handle, accumulates)
     }
-
-    /// A cache that the engine made from a file of rows; ``ownSettings()`` says what it is.
-    init(resumed handle: mlx_h2o_cache) { (self.handle, accumulates) = (handle, false) }
 
     deinit { mlx_h2o_cache_free(handle) }
 
@@ -179,17 +176,6 @@ final class Engine {
             arrays[String(cString: name)] = held
         }
         return Saved(arrays: arrays, settings: String(cString: mlx_string_data(text)))
-    }
-
-    /// What it was made with, as it would be saved.
-    ///
-    /// - Throws: ``H2OError/file(_:)`` for a cache that only Python has.
-    func ownSettings() throws -> CacheSettings {
-        let saved = try saved()
-        let settings = try CacheSettings(
-            H2OSettingValue(parsing: saved.settings), frame: H2OFrame(saved: saved.arrays))
-        accumulates = settings.policy.needsAttention
-        return settings
     }
 
     /// A cache that holds what was saved.

@@ -1,17 +1,14 @@
 import CMLXH2O
 import MLX
 
-/// Throws what the engine says went wrong, for a status that is not 0; `saved` says of what is saved that
-/// it cannot be used.
-func checkEngine(
-    _ status: Int32, saved: String = "this is no state of an H2OKVCache"
-) throws {
+/// Throws what the engine says went wrong, for a status that is not 0.
+func checkEngine(_ status: Int32) throws {
     guard status != 0 else { return }
     let message = String(cString: mlx_h2o_last_error())
     switch mlx_h2o_last_error_code() {
     case MLX_H2O_ERROR_STATE: throw H2OError.state(message)
     case MLX_H2O_ERROR_SAVED:
-        throw H2OError.file("\(saved): \(message)")
+        throw H2OError.file("this is no state of an H2OKVCache: \(message)")
     case MLX_H2O_ERROR_PROGRAM: throw H2OError.policy(message)
     case MLX_H2O_ERROR_INTERNAL: throw H2OError.internal(message)
     default: throw H2OError.configuration(message)

@@ -101,15 +101,6 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         engine = try other.engine?.copied()
     }
 
-    /// One that goes on in the file of its conversation.
-    ///
-    /// - Throws: ``H2OError/file(_:)`` for a cache that only Python has.
-    init(resumed engine: Engine, in file: SpilledLayer, _ pressure: PressureShare) throws {
-        (given, self.pressure, self.engine) = (try engine.ownSettings(), pressure, engine)
-        (self.file, isSpilled) = (file, true)
-        self.pressure.adopt(engine.plan)
-    }
-
     /// One without tokens, in the place of a copy that failed.
     private init(failed other: H2OKVCache) {
         (given, pressure, failure) = (other.given, other.pressure, other.failure)

@@ -6,15 +6,13 @@ import MLXLMCommon
 /// A file behind a conversation's memory: rows are written to it, evicted or not, and evicted rows that
 /// are wanted again come back from it.
 ///
-/// A file that stays (``keeps``) has the rows of all bounded layers. Another has those of the layers to
-/// which rows come back: with a profile these are few.
+/// The file has the rows of those layers to which rows come back: with a profile these are few. It is
+/// scratch: it has no name, and goes with the conversation's caches or with the process, in whatever way
+/// that ends. A saved conversation (``H2OKVCache/saveCaches(_:to:metadata:)``) does not have it.
 ///
-/// A step waits for the disk only where rows come faster than it takes them. The file is removed with the
-/// conversation's caches, and what an app that was killed left behind with the first file that is made
-/// afterwards. With ``keeps`` it can stay, and the
-/// conversation goes on from it later: ``recordState(of:)``, ``resumedCaches(from:for:pressure:)``. Only the
-/// user can read it; on Apple's systems it is readable from the first time that the device is unlocked. If
-/// anything goes wrong the conversation goes on without it: ``H2OKVCache/spillFailure``.
+/// A step waits for the disk only where rows come faster than it takes them. On Apple's systems the file is
+/// readable from the first time that the device is unlocked. If anything goes wrong the conversation goes
+/// on without it: ``H2OKVCache/spillFailure``.
 public struct H2OSpill: Sendable, Equatable {
     /// Where the files lie; it is made if there is none.
     public var folder: URL
@@ -24,28 +22,19 @@ public struct H2OSpill: Sendable, Equatable {
     public var window: Int
     /// Pages of 16 tokens whose rows are read for a KV head at each return, and as many behind them.
     public var pages: Int
-    /// Rows that come back to a KV head at each return, at most; 0: none ever do.
+    /// Rows that come back to a KV head at each return, at most.
     public var rows: Int
     /// The part of a head's evictable slots that these may take, above 0 to 1.
     public var room: Double
     /// How many of the following rows a wanted row makes wanted, too.
     public var ahead: Int
-    /// Whether the file stays when the conversation's caches are gone, if its state was recorded by then
-    /// (``recordState(of:)``). Such files are the app's to remove, with the records beside them
-    /// (`.state-a`, `.state-b`), and those that a killed app left behind are too.
-    public var keeps: Bool
-    /// Seals the file, so that it cannot be read without a key; nil: it is not sealed.
-    public var seal: H2OSeal?
-
     /// - Throws: ``H2OError/configuration(_:)`` for numbers out of range.
     public init(
         folder: URL = usualFolder, every: Int = 32, window: Int = 8, pages: Int = 12,
-        rows: Int = 64, room: Double = 0.5, ahead: Int = 16, keeps: Bool = false,
-        seal: H2OSeal? = nil
+        rows: Int = 64, room: Double = 0.5, ahead: Int = 16
     ) throws {
         (self.folder, self.every, self.window, self.pages) = (folder, every, window, pages)
-        (self.rows, self.room, self.ahead, self.keeps) = (rows, room, ahead, keeps)
-        self.seal = seal
+        (self.rows, self.room, self.ahead) = (rows, room, ahead)
         try validate()
     }
 
@@ -64,26 +53,14 @@ public struct H2OSpill: Sendable, Equatable {
         _ = try EngineSpill(self, layers: 1)
     }
 
-    /// Whether evicted rows come back.
-    var rowsReturn: Bool { rows > 0 }
-
-    /// Whether a layer's rows are written, given whether rows come back to each of its KV heads (nil: to
-    /// all).
-    ///
-    /// A conversation goes on from a file that stays, so that has the rows of all layers. Another is read
-    /// only for rows that come back.
-    func takes(_ returning: [Bool]?) -> Bool {
-        keeps || !rowsReturn || (returning?.contains(true) ?? true)
-    }
-
     /// Tokens whose rows are written together (`kBlockPositions` of the engine).
     private static let together = 8
     /// Bytes of an element of a query that is kept.
     private static let querySize = 2
 
-    /// What a KV head of a layer that this takes holds in memory for the file: the rows of tokens that do
+    /// What a KV head of a layer to which rows come back holds in memory for the file: the rows of tokens that do
     /// not fill a block yet, as they came; two blocks as they are stored, of which one is the writer's;
-    /// and, where rows come back, the last queries of its query heads.
+    /// and the last queries of its query heads.
     ///
     /// - Parameters:
     ///   - widths: Of its rows.
@@ -91,10 +68,9 @@ public struct H2OSpill: Sendable, Equatable {
     func bytes(of widths: RowWidths, queries: Double) -> FileBytes {
         let dense = widths.key * widths.keySize + widths.value * widths.valueSize
         let last = Double(window * widths.key * Self.querySize) * queries
-        let asks = rowsReturn && queries > 0
         return FileBytes(
-            constant: (Self.together - 1) * dense + (asks ? Int(last.rounded(.up)) : 0),
-            waiting: 2 * Self.together, returning: asks ? rows : 0)
+            constant: (Self.together - 1) * dense + Int(last.rounded(.up)),
+            waiting: 2 * Self.together, returning: rows)
     }
 
     /// In the engine's terms.
@@ -149,13 +125,7 @@ final class EngineSpill {
         var (made, returns) = (mlx_h2o_spill_new(), spill.returns)
         try checkEngine(mlx_h2o_spill_make(&made, spill.folder.path, layers, &returns))
         handle = made
-        if spill.keeps { try checkEngine(mlx_h2o_spill_keep(made)) }
-        if var functions = spill.seal?.functions {
-            try checkEngine(mlx_h2o_spill_seal(made, &functions))
-        }
     }
-
-    init(resumed handle: mlx_h2o_spill) { self.handle = handle }
 
     deinit { mlx_h2o_spill_free(handle) }
 
@@ -174,7 +144,7 @@ struct SpilledLayer {
     let spill: EngineSpill
     /// Which of the file's layers it is.
     let layer: Int
-    /// Whether rows come back to each KV head; nil: to all, or as the file that it goes on in says.
+    /// Whether rows come back to each KV head; nil: to all.
     let returning: [Bool]?
 }
 
@@ -202,13 +172,13 @@ extension Engine {
 
 extension H2OConfiguration {
     /// The parts of a model's bounded layers in one new file, where there is to be one; nil for a layer
-    /// whose rows it does not take.
+    /// to which no rows come back.
     func spilledLayers(
         _ kinds: [LayerKind], of model: any LanguageModel, _ attends: Bool
     ) throws -> [SpilledLayer?]? {
         guard let spill, attends else { return nil }
         let heads = try profile(of: model, kinds)?.retrievalHeads
-        let written = kinds.indices.filter { spill.takes(heads?[$0]) }
+        let written = kinds.indices.filter { heads?[$0].contains(true) ?? true }
         guard !written.isEmpty else { return nil }
         let file = try EngineSpill(spill, layers: written.count)
         var layers = [SpilledLayer?](repeating: nil, count: kinds.count)
@@ -227,7 +197,7 @@ extension H2OConfiguration {
         guard let spill else { return kinds }
         return kinds.indices.map { layer in
             let kind = kinds[layer], asking = heads?[layer]
-            guard spill.takes(asking) else { return kind }
+            guard asking?.contains(true) ?? true else { return kind }
             let part = asking.map { Double($0.filter(\.self).count) / Double(kind.heads) } ?? 1
             return kind.filed(spill.bytes(of: kind.widths, queries: part * Double(kind.group)))
         }

@@ -155,7 +155,7 @@ extension H2OConfiguration {
         let kinds = attends ? filed(kinds, returningTo: measured?.retrievalHeads) : kinds
         // Bits are chosen by all of the loss over echoes, also where rows return.
         let own = try sized(for: kinds, by: unit == .layer ? nil : measured, policy: policy)
-        let rowsReturn = policy.needsAttention && spill?.rowsReturn == true
+        let rowsReturn = policy.needsAttention && spill != nil
         let profile = rowsReturn ? measured?.whereRowsReturn : measured
         return try own.settings(of: kinds, profile, policy, attends, rope)
     }
