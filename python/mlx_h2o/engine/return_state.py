@@ -55,13 +55,13 @@ class ReturnState:
             q: `[1, Hq, L, D]`, as the model made them.
             heads: KV heads, H.
         """
-        kept = [*self.queries, self.asking(q, heads)]
-        spare = sum(part.shape[2] for part in kept) - self.settings.window
-        while spare >= kept[0].shape[2]:
-            spare -= kept.pop(0).shape[2]
+        queries = [*self.queries, self.asking(q, heads)]
+        spare = sum(part.shape[2] for part in queries) - self.settings.window
+        while spare >= queries[0].shape[2]:
+            spare -= queries.pop(0).shape[2]
         if spare > 0:
-            kept[0] = mx.contiguous(kept[0][:, :, spare:])
-        self.queries = kept
+            queries[0] = mx.contiguous(queries[0][:, :, spare:])
+        self.queries = queries
 
     def asking(self, q: mx.array, heads: int) -> mx.array:
         """What is kept of queries `[1, Hq, L, D]`, with H `heads`: `[1, asking * G, W, D]`."""

@@ -49,7 +49,7 @@ FADING = 0.9
 LEAST_WANTED = 0.1
 
 
-class Asked(NamedTuple):
+class Probe(NamedTuple):
     """The queries that say what is wanted.
 
     Attributes:
@@ -67,7 +67,7 @@ class Asked(NamedTuple):
         return np.array(softcapped(mx.array(self.queries[head] @ keys.T), self.softcap))
 
 
-class Come(NamedTuple):
+class Change(NamedTuple):
     """What a return changes in a run of heads.
 
     Attributes:
@@ -123,31 +123,31 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
     if (frame := layer.settings.frame) is not None:
         q, own = frame.enter_queries(q), None if own is None else frame.enter(own)
     q = q.astype(mx.float32) * call.scale
-    held = layer.memory.attended()
-    asked = _asked(layer, q, held, own, call)
+    slots = layer.memory.attended()
+    probe = _probe(layer, q, slots, own, call)
     try:
         _digest_new_pages(layer, back, spill)
-        come = [
-            _come(layer, back, run, fields, asked) if back.has(run) else None
-            for run, fields in zip(layer.runs, held, strict=True)
+        changes = [
+            _change(layer, back, run, fields, probe) if back.has(run) else None
+            for run, fields in zip(layer.runs, slots, strict=True)
         ]
     except (OSError, ValueError) as error:
         spill.conversation.fail(f"rows cannot be read from the file: {error}")
         return
-    if any(come):
-        _take_in(layer, back, held, come)
+    if any(changes):
+        _take_in(layer, back, slots, changes)
 
 
 def _take_in(
-    layer: Layer, back: ReturnState, held: Sequence[Fields], come: Sequence[Come | None]
+    layer: Layer, back: ReturnState, slots: Sequence[Fields], changes: Sequence[Change | None]
 ) -> None:
     """Give slots to the rows that come back; the policy evicts as many others."""
     layer.journal.clear()
     parts = []
-    for run, fields, of_run in zip(layer.runs, held, come, strict=True):
-        if of_run is not None:
-            back.credits |= of_run.credits
-            fields, rows = {**fields, "scores": of_run.scores}, of_run.rows
+    for run, fields, change in zip(layer.runs, slots, changes, strict=True):
+        if change is not None:
+            back.credits |= change.credits
+            fields, rows = {**fields, "scores": change.scores}, change.rows
             if rows is not None:
                 back.returned += rows["positions"].size
                 layer.unfold(rows, run.first)
@@ -164,14 +164,14 @@ def _take_in(
 # -- what is wanted ----------------------------------------------------------------------------
 
 
-def _asked(
-    layer: Layer, q: mx.array, held: Sequence[Fields], own: mx.array | None, call: AttentionCall
-) -> Asked:
+def _probe(
+    layer: Layer, q: mx.array, slots: Sequence[Fields], own: mx.array | None, call: AttentionCall
+) -> Probe:
     """The queries and their log-sum-exp over slots, remainder, new keys and attention sinks."""
     H, W = layer.store.heads, q.shape[2]
     grouped = q.reshape(H, -1, W, q.shape[3])
     sums = []
-    for run, fields in zip(layer.runs, held, strict=True):
+    for run, fields in zip(layer.runs, slots, strict=True):
         keys = dense(rows_of(layer, run, fields)[0])
         if layer.settings.rope is not None:
             places = true_positions(fields["positions"])
@@ -193,29 +193,33 @@ def _asked(
     if call.sinks is not None:
         total = mx.logaddexp(total, call.sinks.astype(mx.float32).reshape(H, -1)[..., None])
     flat = grouped.reshape(H, -1, q.shape[3])
-    return Asked(np.array(flat), np.array(total.reshape(H, -1, 1)), call.softcap)
+    return Probe(np.array(flat), np.array(total.reshape(H, -1, 1)), call.softcap)
 
 
-def _come(layer: Layer, back: ReturnState, run: Run, fields: Fields, asked: Asked) -> Come | None:
+def _change(
+    layer: Layer, back: ReturnState, run: Run, fields: Fields, probe: Probe
+) -> Change | None:
     """What a return changes in a run of heads, or None; nothing changes yet."""
     spill, settings = layer.spill, back.settings
     assert spill is not None
     slots = np.array(true_positions(fields["positions"]))[0]
     recent = np.arange(layer.offset - layer.recently_held, layer.offset)
-    held = [np.concatenate([of_head, recent]) for of_head in slots]
+    present = [np.concatenate([of_head, recent]) for of_head in slots]
     end = spill.available // PAGE * PAGE
-    absent = min(end - int((of_head < end).sum()) for of_head in held)
+    absent = min(end - int((of_head < end).sum()) for of_head in present)
     evictable = run.budget - layer.policy.sink - layer.policy.recent_slots(layer.budget_of(run))
     most = min(settings.rows, int(settings.room * evictable), absent)
     if most < 1:
         return None
     heads = range(run.first, run.last)
-    scores, wants, credits = np.array(fields["scores"])[0].copy(), list[Wanted](), {}
+    scores, candidates, credits = np.array(fields["scores"])[0].copy(), list[Candidates](), {}
     for i, head in enumerate(heads):
         places = {position: slot for slot, position in enumerate(slots[i].tolist())}
         leased = _end_leases(layer, back.credits.get(head), places, scores[i])
-        wants.append(_wanted(layer, back, head, asked, held[i], leased[leased < end], most))
-        credits[head] = _lease(layer, wants[-1], most, places, scores[i])
+        candidates.append(
+            _candidates(layer, back, head, probe, present[i], leased[leased < end], most)
+        )
+        credits[head] = _lease(layer, candidates[-1], most, places, scores[i])
     # Each head of a run gets as many rows: those that it wants, and others without a lease.
     count = max(
         int((~np.isin(credits[head].positions, of_head)).sum())
@@ -223,13 +227,15 @@ def _come(layer: Layer, back: ReturnState, run: Run, fields: Fields, asked: Aske
     )
     if not count:
         had = any(head in back.credits and len(back.credits[head].positions) for head in heads)
-        return Come(None, mx.array(scores[None]), credits) if had else None
-    rows = [_rows(layer, fields, wants[i], credits[head], count) for i, head in enumerate(heads)]
+        return Change(None, mx.array(scores[None]), credits) if had else None
+    rows = [
+        _rows(layer, fields, candidates[i], credits[head], count) for i, head in enumerate(heads)
+    ]
     joined = {name: mx.concatenate([of_head[name] for of_head in rows], axis=1) for name in fields}
-    return Come(marked(layer.settings, joined) or joined, mx.array(scores[None]), credits)
+    return Change(marked(layer.settings, joined) or joined, mx.array(scores[None]), credits)
 
 
-class Wanted(NamedTuple):
+class Candidates(NamedTuple):
     """The rows that were read, of whole pages, in the order of their positions: `[M]` each.
 
     Attributes:
@@ -246,49 +252,61 @@ class Wanted(NamedTuple):
     masses: Array
 
 
-def _wanted(
-    layer: Layer, back: ReturnState, head: int, asked: Asked, held: Array, leased: Array, most: int
-) -> Wanted:
+def _candidates(
+    layer: Layer,
+    back: ReturnState,
+    head: int,
+    probe: Probe,
+    present: Array,
+    leased: Array,
+    most: int,
+) -> Candidates:
     """How much one head wants the rows of the pages that seem to be wanted most.
 
     Args:
         layer: The layer.
         back: What it keeps.
         head: The KV head.
-        asked: The queries.
-        held: Positions of the rows that it holds.
+        probe: The queries.
+        present: Positions of the rows that it holds.
         leased: Positions of those that had a lease until now.
         most: How many absent rows are read, at least.
     """
-    at = _positions_of(_pages_read(layer, back, asked, head, held, leased, most))
+    at = _positions_of(_pages_read(layer, back, probe, head, present, leased, most))
     back.rows_read += len(at)
     assert layer.spill is not None
     rows = layer.spill.rows(head, at)
-    logits = asked.logits(head, _seen_at(layer, np.array(_keys_of(layer, rows)), at, held))
-    absent = ~np.isin(at, held)
+    logits = probe.logits(head, _seen_at(layer, np.array(_keys_of(layer, rows)), at, present))
+    absent = ~np.isin(at, present)
     # Absent rows would have their part of the softmax, as those that are held have.
     of_absent = np.where(absent, logits, -np.inf)
-    lse = np.logaddexp(asked.logsums[head], np.logaddexp.reduce(of_absent, 1, keepdims=True))
+    lse = np.logaddexp(probe.logsums[head], np.logaddexp.reduce(of_absent, 1, keepdims=True))
     given = np.exp(np.minimum(logits - lse, 0))
     own = np.where((given.max(axis=0) >= LEAST_WANTED) & back.asks(head), given.mean(axis=0), 0)
     masses = own.copy()
     for i in range(1, min(back.settings.ahead, len(at) - 1) + 1):
         behind = np.where(at[i:] - at[:-i] == i, own[:-i] * FADING**i, 0)
         masses[i:] = np.maximum(masses[i:], behind)
-    return Wanted(at, rows, absent, np.where(absent | np.isin(at, leased), masses, 0))
+    return Candidates(at, rows, absent, np.where(absent | np.isin(at, leased), masses, 0))
 
 
 def _pages_read(
-    layer: Layer, back: ReturnState, asked: Asked, head: int, held: Array, leased: Array, most: int
+    layer: Layer,
+    back: ReturnState,
+    probe: Probe,
+    head: int,
+    present: Array,
+    leased: Array,
+    most: int,
 ) -> list[int]:
     """The pages whose rows are read, ascending: those of the rows with the largest estimated mass.
 
     Args:
         layer: The layer.
         back: What it keeps.
-        asked: The queries.
+        probe: The queries.
         head: The KV head.
-        held: Positions of the rows that it holds.
+        present: Positions of the rows that it holds.
         leased: Positions of those that had a lease until now.
         most: How many absent rows are in these pages, at least.
     """
@@ -296,27 +314,27 @@ def _pages_read(
     assert spill is not None
     pages = spill.available // PAGE
     absent = np.ones(pages * PAGE, bool)
-    absent[held[held < pages * PAGE]] = False
+    absent[present[present < pages * PAGE]] = False
     lost: Array = absent.reshape(pages, PAGE).sum(axis=1)
     absent[leased] = True
     candidates: Array = absent.reshape(pages, PAGE)
     estimates = np.where(candidates.any(axis=1), 0, -np.inf).astype(np.float32)
     if back.asks(head):
         place = back.asking_heads(layer.store.heads).index(head)
-        width = asked.queries.shape[2]
+        width = probe.queries.shape[2]
         for first, digests in spill.digests(place, width):
             part = slice(first, min(first + len(digests), pages))
             digests = digests[: part.stop - first]
             keys = digests["keys"].astype(np.float32) * digests["scale"][:, None, None]
             at = np.arange(part.start * PAGE, part.stop * PAGE)
-            seen = _seen_at(layer, keys.reshape(-1, width), at, held)
-            masses = (asked.logits(head, seen) - asked.logsums[head]).max(axis=0)
+            seen = _seen_at(layer, keys.reshape(-1, width), at, present)
+            masses = (probe.logits(head, seen) - probe.logsums[head]).max(axis=0)
             masses = np.where(candidates[part], masses.reshape(-1, PAGE), -np.inf)
             estimates[part] = masses.max(axis=1)
     return sorted(pages_to_read(estimates, lost, back.settings.pages, most))
 
 
-def _seen_at(layer: Layer, keys: Array, positions: Array, held: Array) -> Array:
+def _seen_at(layer: Layer, keys: Array, positions: Array, present: Array) -> Array:
     """Keys `[M, D]` as queries would see them, were their rows held.
 
     With rolling positions each is turned by the tokens after it that the head has forgotten, as the
@@ -326,12 +344,12 @@ def _seen_at(layer: Layer, keys: Array, positions: Array, held: Array) -> Array:
         layer: The layer.
         keys: The keys as they came, `[M, D]` float32.
         positions: Their positions, `[M]`.
-        held: Positions of the rows that the head holds.
+        present: Positions of the rows that the head holds.
     """
     rope = layer.settings.rope
     if rope is None:
         return keys
-    held_after = len(held) - np.searchsorted(np.sort(held), positions, side="right")
+    held_after = len(present) - np.searchsorted(np.sort(present), positions, side="right")
     forgotten = layer.offset - 1 - positions - held_after
     turned = rope.turned(mx.array(keys)[None, None], mx.array(forgotten)[None, None])
     return np.array(turned[0, 0])
@@ -393,13 +411,13 @@ def _end_leases(
 
 
 def _lease(
-    layer: Layer, wanted: Wanted, most: int, places: dict[int, int], scores: Array
+    layer: Layer, candidates: Candidates, most: int, places: dict[int, int], scores: Array
 ) -> Credit:
     """Give leases to the rows that are wanted most.
 
     Args:
         layer: The layer.
-        wanted: What the head wants.
+        candidates: What the head wants.
         most: How many get one, at most.
         places: The slot of each position that the head holds.
         scores: The scores of its slots `[N]`, which change where they get one.
@@ -407,9 +425,9 @@ def _lease(
     Returns:
         What the scores are raised by. Those of absent rows are 0 before.
     """
-    best = most_wanted(wanted.masses, most)
-    best = best[wanted.masses[best] > 0]
-    positions, raised = wanted.positions[best].astype(np.int32), wanted.masses[best]
+    best = most_wanted(candidates.masses, most)
+    best = best[candidates.masses[best] > 0]
+    positions, raised = candidates.positions[best].astype(np.int32), candidates.masses[best]
     if layer.policy.sums_mass:
         raised = raised * np.maximum(layer.offset - np.maximum(positions, layer.aged_from), 1)
     raised = raised.astype(np.float32)
@@ -439,19 +457,21 @@ def _digest_new_pages(layer: Layer, back: ReturnState, spill: LayerRows) -> None
         spill.digest(digests_of(np.stack(keys).reshape(len(heads), pages, PAGE, -1)))
 
 
-def _rows(layer: Layer, fields: Fields, wanted: Wanted, credit: Credit, count: int) -> Fields:
+def _rows(
+    layer: Layer, fields: Fields, candidates: Candidates, credit: Credit, count: int
+) -> Fields:
     """The fields of the rows that come back to a head, `[1, 1, count, ...]`.
 
     Args:
         layer: The layer.
         fields: The fields of the slots, whose names and dtypes the rows take.
-        wanted: What the head wants.
+        candidates: What the head wants.
         credit: The credit of its rows with a lease.
         count: How many come: those with a lease that are absent, and further absent ones.
     """
-    best = most_wanted(np.where(wanted.absent, wanted.masses, -1.0), count)
-    rows = _in_mlx(layer, {name: of_name[best] for name, of_name in wanted.rows.items()})
-    at = wanted.positions[best].astype(np.int32)
+    best = most_wanted(np.where(candidates.absent, candidates.masses, -1.0), count)
+    rows = _in_mlx(layer, {name: of_name[best] for name, of_name in candidates.rows.items()})
+    at = candidates.positions[best].astype(np.int32)
     raised = dict(zip(credit.positions.tolist(), credit.scores.tolist(), strict=True))
     scores = [raised.get(position, 0.0) for position in at.tolist()]
     rows |= {"positions": mx.array(at), "scores": mx.array(scores)}
