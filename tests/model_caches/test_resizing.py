@@ -160,14 +160,14 @@ def test_what_is_refused_changes_nothing(sizes, message):
     assert [entry.config() for entry in cache] == before
 
 
-@pytest.mark.parametrize("context", [None, 200])
+@pytest.mark.parametrize("context", [None, 800])
 def test_a_share_of_a_16_bit_cache_is_that_of_new_caches(context, tmp_path):
     model = tiny_model("llama")
     options = {"budgets": profile_of(model), "bits": 16}
-    cache = make_prompt_cache(model, max_bytes="50%", context=100, **options)
+    cache = make_prompt_cache(model, max_bytes="50%", context=400, **options)
     prefill(model, cache, prompt_tokens(90), 20)
     resize(cache, max_bytes="25%", context=context)
-    wanted = make_prompt_cache(model, max_bytes="25%", context=context or 100, **options)
+    wanted = make_prompt_cache(model, max_bytes="25%", context=context or 400, **options)
     assert budgets_of(cache) == budgets_of(wanted)
     save_prompt_cache(tmp_path / "cache.safetensors", cache)
     cache = load_prompt_cache(tmp_path / "cache.safetensors")
@@ -175,7 +175,7 @@ def test_a_share_of_a_16_bit_cache_is_that_of_new_caches(context, tmp_path):
     with pytest.raises(ValueError, match="from a file do not know: give context"):
         resize(cache, max_bytes="50%")
     assert budgets_of(cache) == before
-    resize(cache, max_bytes="25%", context=context or 100)
+    resize(cache, max_bytes="25%", context=context or 400)
     assert budgets_of(cache) == before
 
 
