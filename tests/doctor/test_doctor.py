@@ -17,7 +17,7 @@ NOTHING = Section("nothing", [{"a": 1}])
 def small(monkeypatch):
     """Some variants, and small layers."""
     all_checks = list(variants.every_check())
-    monkeypatch.setattr(examination, "every_check", lambda: all_checks[::5])
+    monkeypatch.setattr(examination, "every_check", lambda: all_checks[::8])
     monkeypatch.setattr(examination, "KV_HEADS", 2)
     monkeypatch.setattr(examination, "QUERY_HEADS", 4)
     monkeypatch.setattr(examination, "WIDTH", 64)
@@ -74,9 +74,7 @@ def test_a_kernel_that_is_off_fails(broken, small, monkeypatch, capsys):
         from mlx_h2o.attention.backends.cpu_decoder import CPUDecoder
 
         step = CPUDecoder.step
-        monkeypatch.setattr(
-            CPUDecoder, "step", lambda self, s: (1.1 * (r := step(self, s))[0], *r[1:])
-        )
+        monkeypatch.setattr(CPUDecoder, "step", lambda self, s: 1.1 * step(self, s))
     only("kernels", monkeypatch)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
