@@ -30,7 +30,7 @@ from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.calibration.scaling_build import found_frames, frames_of
-from mlx_h2o.evaluate.perplexity import samples_of
+from mlx_h2o.evaluate.measures.perplexity import samples_of
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.loading.load import CALIBRATION_TEXT

@@ -36,10 +36,10 @@ from benchmarks.board import ruler
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.batch import BatchH2OKVCache
-from mlx_h2o.evaluate.arms import OURS, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
-from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.evaluate.recall import FORMS, RecallTask, is_known, recall_task
+from mlx_h2o.evaluate.facts import FORMS, RecallTask, is_known, recall_task
+from mlx_h2o.evaluate.measures.perplexity import samples_of
+from mlx_h2o.evaluate.methods import OURS, PACKED, WINDOW, Method
 from research.real_model import loaded, lost, stepwise
 
 #: Tokens of a prompt that are read at once.
@@ -86,11 +86,11 @@ def makers(
     """Makes each cache with the bytes of `given` plain tokens."""
 
     def ours(spill: mlx_h2o.Spill | None) -> list[Any]:
-        settings = ModelSettings.of(given, spill=spill)
+        settings = ModelSettings.of(max_bytes="100%", spill=spill)
         return caches_in_16_bits(model, settings, given, tokens)
 
     return {
-        WINDOW: lambda: Arm(WINDOW).make(model, given),
+        WINDOW: lambda: Method(WINDOW, tokens=given).make(model, tokens),
         WITHOUT: lambda: ours(None),
         WITH: lambda: ours(mlx_h2o.Spill(folder)),
     }
@@ -282,7 +282,7 @@ def main() -> None:
         if not prompts:
             sys.exit("The full cache gives none of RULER's answers.")
     if args.only is None or PACKED_CACHE in args.only:
-        packed = measured(lambda: Arm(PACKED_CACHE).make(model, args.tokens), PACKED_CACHE)
+        packed = measured(lambda: Method(PACKED_CACHE).make(model, args.tokens), PACKED_CACHE)
         line("its own", PACKED_CACHE, packed, full, args.prose)
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:

@@ -89,7 +89,7 @@ def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def no_measurements_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nor does what the tests' user broke off; tests that are broken off leave nothing there."""
     folder = tmp_path / "unfinished"
-    monkeypatch.setattr("mlx_h2o.cli.evaluation_output.cache_folder", lambda: folder)
+    monkeypatch.setattr("mlx_h2o.cli.evaluate.cache_folder", lambda: folder)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 OUT = RESULTS / "smollm2.svg"
 #: Tokens of a sample; each cache gets a part of their bytes.
 TOKENS = 1024
+COMMAND = "mlx_h2o evaluate --preset compare --model smollm2-135m --text alice.txt"
 NAMES = {"sliding window": "sliding window", "h2o": "H2O", "mlx-h2o": "mlx-h2o"}
 COLOURS = {"sliding window": "#8c8c8c", "H2O": "#4c72b0", "mlx-h2o": "#2a7f62"}
 PACKED, PACKED_COLOUR = "mlx-lm, 4 bits", "#ccb974"
@@ -45,12 +46,12 @@ def size_of(row: dict[str, str]) -> int:
 
 def name_of(row: dict[str, str]) -> str | None:
     """The chart's name of a row's cache; None for caches that are left out."""
-    return NAMES.get(row["cache"].split(",")[0])
+    return NAMES.get(re.split("[,:]", row["cache"])[0])
 
 
 def losses() -> dict[str, list[tuple[int, float, float]]]:
     """By cache: size in tokens, loss in percent and its standard error, the largest size first."""
-    command = "mlx_h2o compare --model smollm2-135m --text alice.txt --samples 8"
+    command = f"{COMMAND} --measures perplexity --size perplexity.samples=8"
     found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in COLOURS}
     for row in rows_of("index", command):
         number = re.match(r"([+-][\d.]+) ± ([\d.]+) %", row["loss"])
@@ -61,10 +62,10 @@ def losses() -> dict[str, list[tuple[int, float, float]]]:
 
 def facts() -> dict[str, dict[int, int]]:
     """By cache: facts known at each size in tokens; at 0 those of mlx-lm's packed cache."""
-    command = "mlx_h2o compare --model smollm2-135m --text alice.txt --samples 1"
+    command = f"{COMMAND} --measures needles"
     found: dict[str, dict[int, int]] = {}
     for row in rows_of("index", command):
-        known = int(row["facts"].split("/")[0])
+        known = int((row.get("facts") or row["unseen: all"]).split("/")[0])
         if row["cache"] == PACKED:
             found[PACKED] = {0: known}
         elif name := name_of(row):

@@ -6,7 +6,7 @@
 
 A block begins with its command and ends with `<!-- end -->`:
 
-    <!-- results: mlx_h2o compare --samples 8 -->
+    <!-- results: mlx_h2o evaluate --preset compare -->
 
 The JSON file beside the page (docs/results/readme.json for the README) holds for each command its
 settings, when and where it was printed, and the tables as columns and rows. A block without

@@ -22,7 +22,7 @@ from benchmarks.board.reading import Reading, plain, reading_of
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.evaluate.stage import Stage, untold
+from mlx_h2o.evaluate.reader import Reader, no_progress
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.model_caches.rereading import REPEAT
 
@@ -111,30 +111,30 @@ def nonnegative(matrix: Array, target: Array) -> Array:
     return weights
 
 
-def compacted(stage: Stage, task: Task, share: float) -> list[Any]:
+def compacted(reader: Reader, task: Task, share: float) -> list[Any]:
     """Caches of a prompt's matched rows; the task has one row.
 
     Args:
-        stage: The model.
+        reader: The model.
         task: One row.
         share: The part of the bytes.
 
     Raises:
         ValueError: The bytes are too few, or the model has other layers.
     """
-    kinds = kinds_of(stage.model)
+    kinds = kinds_of(reader.model)
     tokens = mx.array(task.prompts)
-    full = stock_caches(stage.model)
-    stage.model(tokens, cache=full)
+    full = stock_caches(reader.model)
+    reader.model(tokens, cache=full)
     asking = [Asking(entry) for entry in full]
-    repeat = mx.array([stage.encode(REPEAT)])
-    mx.eval(stage.model(mx.concatenate([repeat, tokens], axis=1), cache=asking)[:, -1])
-    given = int(share * plain(stage.model, tokens.shape[1])) // sum(kind.heads for kind in kinds)
+    repeat = mx.array([reader.encode(REPEAT)])
+    mx.eval(reader.model(mx.concatenate([repeat, tokens], axis=1), cache=asking)[:, -1])
+    given = int(share * plain(reader.model, tokens.shape[1])) // sum(kind.heads for kind in kinds)
     made = []
     for kind, entry in zip(kinds, asking, strict=True):
         slots = given // ((kind.widths.key + kind.widths.value + 1) * ELEMENT)
         made.append(_layer(entry, slots, tokens.shape[1]))
-    untold(tokens.size)
+    no_progress(tokens.size)
     return made
 
 
@@ -158,8 +158,8 @@ def _layer(entry: Asking, slots: int, T: int) -> MatchedCache:
 def rival() -> Rival:
     """Attention Matching on the board."""
 
-    def read(stage: Stage, task: Task, share: float) -> Reading:
-        return reading_of(stage, task, lambda s, part: compacted(s, part, share), one_by_one=True)
+    def read(reader: Reader, task: Task, share: float) -> Reading:
+        return reading_of(reader, task, lambda s, part: compacted(s, part, share), one_by_one=True)
 
     return Rival(
         "Attention Matching (from the paper)",

@@ -34,7 +34,7 @@ from benchmarks.board.tasks import (
     texts,
 )
 from mlx_h2o._utils.commit import commit
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 
 #: Called with the cell that is about to be measured, the cells done, and all cells.
 Tell = Callable[[Cell, int, int], None]
@@ -82,29 +82,29 @@ class Plan:
     share: float | None = None
 
 
-def plans_of(stage: Stage, sizes: Sizes, words: Sequence[str] = ()) -> list[Plan]:
+def plans_of(reader: Reader, sizes: Sizes, words: Sequence[str] = ()) -> list[Plan]:
     """Texts, also of several speakers and growing; needles, also hard ones; memory; RULER's tasks.
 
     Args:
-        stage: The model's tokenizer.
+        reader: The model's tokenizer.
         sizes: How much of everything.
         words: Only tasks whose names contain one of these; none means all.
     """
     P = sizes.prompt
     made = [
         *(
-            Plan(name, partial(texts, stage, P, sizes.continuation, sizes.samples, name))
+            Plan(name, partial(texts, reader, P, sizes.continuation, sizes.samples, name))
             for name in (TEXTS_TASK, SPEAKERS)
         ),
-        Plan(NEEDLES, partial(needles, stage, P, sizes.facts)),
-        Plan(MEMORY, partial(memory, stage, P, sizes.continuation)),
+        Plan(NEEDLES, partial(needles, reader, P, sizes.facts)),
+        Plan(MEMORY, partial(memory, reader, P, sizes.continuation)),
     ]
     if sizes.growing:
-        made.insert(0, Plan(GROWING, partial(growing, stage, sizes.growing, 1), grows=True))
+        made.insert(0, Plan(GROWING, partial(growing, reader, sizes.growing, 1), grows=True))
     if sizes.hard:
-        made.append(Plan(HARD_NEEDLES, partial(hard_needles, stage, P, sizes.hard)))
+        made.append(Plan(HARD_NEEDLES, partial(hard_needles, reader, P, sizes.hard)))
     for kind in KINDS if sizes.ruler else ():
-        make = partial(ruler_task, stage, kind, P, sizes.ruler)
+        make = partial(ruler_task, reader, kind, P, sizes.ruler)
         made.append(Plan(f"{RULER} {kind}", make, share=RULER_SHARE))
     return [plan for plan in made if not words or any(word in plan.name for word in words)]
 
@@ -123,7 +123,7 @@ def cells_of(
 
 
 def measure(
-    stage: Stage,
+    reader: Reader,
     plans: Sequence[Plan],
     rivals: Sequence[Rival],
     shares: Sequence[float],
@@ -137,7 +137,7 @@ def measure(
     A rival that cannot run leaves its reason in its cell.
 
     Args:
-        stage: The model.
+        reader: The model.
         plans: Its tasks.
         rivals: The rivals.
         shares: Parts of the bytes.
@@ -146,7 +146,7 @@ def measure(
         until: The time, by `time.monotonic`, after which no further cell is begun.
         again: Whether cells of other commits are measured anew.
     """
-    model = stage.model_name
+    model = reader.model_name
     named = {plan.name: plan for plan in plans}
     whole = list(cells_of(model, plans, rivals, shares))
     at = commit()
@@ -159,32 +159,32 @@ def measure(
         tell(cell, len(whole) - len(missing) + i, len(whole))
         if ready is None or ready[0].name != cell.task:
             task = named[cell.task].make()
-            ready = task, _full(stage, task, record)
-        record.add(cell, {**found(stage, ready[0], rival, cell.share, ready[1]), "commit": at})
+            ready = task, _full(reader, task, record)
+        record.add(cell, {**found(reader, ready[0], rival, cell.share, ready[1]), "commit": at})
     return 0
 
 
-def _full(stage: Stage, task: Task, record: Record) -> mx.array:
+def _full(reader: Reader, task: Task, record: Record) -> mx.array:
     """The full cache's logits; its own scores are kept, too."""
-    reading = full_reading(stage, task)
-    cell = Cell(stage.model_name, task.name, FULL, None)
+    reading = full_reading(reader, task)
+    cell = Cell(reader.model_name, task.name, FULL, None)
     if cell not in record.found:
         record.add(cell, scores_of(task, reading.logits, reading).as_json())
     return reading.logits
 
 
-def found(stage: Stage, task: Task, rival: Rival, share: float | None, full: mx.array) -> Found:
+def found(reader: Reader, task: Task, rival: Rival, share: float | None, full: mx.array) -> Found:
     """A cell's scores, or why there are none.
 
     Args:
-        stage: The model.
+        reader: The model.
         task: The task.
         rival: The rival.
         share: The part of the bytes.
         full: The full cache's logits.
     """
     try:
-        reading = rival.read(stage, task, share or 1.0)
+        reading = rival.read(reader, task, share or 1.0)
         return scores_of(task, full, reading).as_json()
     except Exception as error:  # a rival that does not run must not end the board
         return {"failed": f"{type(error).__name__}: {error}"[:400]}

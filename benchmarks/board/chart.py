@@ -11,7 +11,7 @@ from benchmarks.board.summaries import Summary
 from benchmarks.board.tables import summaries
 from benchmarks.board.tasks import TEXTS_TASK
 from mlx_h2o._utils.plotting import drawing
-from mlx_h2o.evaluate.contenders import label
+from mlx_h2o.evaluate.methods import share_label
 
 #: The rivals that are named on their lines; the others are grey.
 NAMED = {
@@ -78,7 +78,7 @@ def draw(
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xlim(min(shares) / 7, 4)
-        panel.set_xticks(shares, [label(share) for share in shares])
+        panel.set_xticks(shares, [share_label(share) for share in shares])
         panel.set_title(model)
         panel.set_xlabel("part of the full 16-bit cache's bytes (squares: own bytes; grey: others)")
         panel.set_ylabel("KL from the full cache, nats (less is better)")

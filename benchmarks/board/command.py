@@ -32,8 +32,8 @@ from mlx_h2o._utils.files import cache_folder
 from mlx_h2o._utils.interrupts import terminating_tidily
 from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.calibration.first_use import profile_at_load
-from mlx_h2o.evaluate.contenders import label
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.methods import share_label
+from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 
 MODELS = ("smollm2-135m", EMBEDDED_MODEL)
@@ -167,10 +167,10 @@ def run(args: argparse.Namespace) -> None:
         # Each model gets its part of the time that is left.
         now = time.monotonic()
         of_model = now + (until - now) / (len(args.model) - i)
-        stage, record, left = measured(model, sizes, rivals, args, of_model)
+        reader, record, left = measured(model, sizes, rivals, args, of_model)
         missing += [f"{model}: {left} cells were not measured in the time given."] if left else []
         found |= record.found
-        full, element = plain(stage.model, sizes.prompt), element_of(stage)
+        full, element = plain(reader.model, sizes.prompt), element_of(reader)
         parts += tables_of(record.found, model, rivals, sizes.shares, full, element)
         behind += lost(record.found, model, rivals, sizes.shares)
     print("\n".join([*parts, *missing]))
@@ -205,33 +205,34 @@ def commits(found: dict[Cell, Found]) -> list[str]:
 
 def measured(
     model: str, sizes: Sizes, rivals: Sequence[Rival], args: argparse.Namespace, until: float
-) -> tuple[Stage, Record, int]:
-    """A model's stage, its record, and the number of cells that are missing still."""
+) -> tuple[Reader, Record, int]:
+    """A model's reader, its record, and the number of cells that are missing still."""
     length = "quick" if args.quick else "evening" if args.evening else "whole"
     folder = args.record or cache_folder() / "board" / length
     name = f"{model.replace('/', '--').replace(':', '-')}.jsonl"
     facts = "questions" if model == EMBEDDED_MODEL else "cloze"
-    stage = Stage(model, SAMPLE_TEXT.read_text(encoding="utf-8"), facts, CHUNK, args.seed)
+    reader = Reader(model, SAMPLE_TEXT.read_text(encoding="utf-8"), facts, CHUNK, args.seed)
     protocol = protocol_of(model, sizes, CHUNK, args.seed)
     record = Record(folder / name, protocol, args.resume, KEPT / length / name)
-    profile_at_load(stage.model)
-    mx.eval(stage.model.parameters())  # so that no reading's peak memory has them
-    plans = plans_of(stage, sizes, args.tasks)
+    profile_at_load(reader.model)
+    mx.eval(reader.model.parameters())  # so that no reading's peak memory has them
+    plans = plans_of(reader, sizes, args.tasks)
     with progress_bar(f"board, {model}", "cells") as told:
 
         def tell(cell: Cell, done: int, whole: int) -> None:
-            told.about(f"{cell.task}, {cell.rival}, {label(cell.share) if cell.share else 'all'}")
+            share = share_label(cell.share) if cell.share else "all"
+            told.about(f"{cell.task}, {cell.rival}, {share}")
             told(done, whole)
 
-        left = measure(stage, plans, rivals, sizes.shares, record, tell, until, args.again)
+        left = measure(reader, plans, rivals, sizes.shares, record, tell, until, args.again)
     if args.keep:
         record.keep(args.keep / length / name)
-    return stage, record, left
+    return reader, record, left
 
 
-def element_of(stage: Stage) -> int:
+def element_of(reader: Reader) -> int:
     """Bytes of a number of the model's own dtype."""
-    weight: mx.array = stage.model.parameters()["model"]["layers"][0]["self_attn"]["q_proj"][
+    weight: mx.array = reader.model.parameters()["model"]["layers"][0]["self_attn"]["q_proj"][
         "weight"
     ]
     return 2 if weight.dtype in (mx.float16, mx.bfloat16) else 4

@@ -17,9 +17,15 @@ from benchmarks.board.reading import Reading, having_read, reading_of
 from benchmarks.board.rivals import OURS, Read, Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
-from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, WINDOW_KEEP, Arm
-from mlx_h2o.evaluate.contenders import arm_of
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.methods import (
+    FULL,
+    PACKED,
+    WINDOW,
+    WINDOW_KEEP,
+    Method,
+    parse_method,
+)
+from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.model_caches.compress import compress_into
 from mlx_h2o.spill.setting import Spill
 
@@ -27,7 +33,7 @@ from mlx_h2o.spill.setting import Spill
 RETURNING = f"{OURS}, rows come back"
 ARXIV = "https://arxiv.org/abs/"
 MLX_LM = "https://github.com/ml-explore/mlx-lm"
-#: Policies, the package's and those of `board/policies`, as `contenders.arm_of` reads them: source,
+#: Policies, the package's and those of `board/policies`, as `parse_method` reads them: source,
 #: and why these settings.
 POLICIES = {
     "streaming": (ARXIV + "2309.17453", "4 sinks, as in the paper"),
@@ -47,23 +53,23 @@ POLICIES = {
 }
 
 
-def full_reading(stage: Stage, task: Task) -> Reading:
+def full_reading(reader: Reader, task: Task) -> Reading:
     """The full cache's reading, against which all others are scored."""
-    return _through(Arm(FULL))(stage, task, 1.0)
+    return _through(Method(FULL))(reader, task, 1.0)
 
 
 def rivals() -> list[Rival]:
     """Ours first, then mlx-lm's and the policies."""
-    ours = Arm(OURS, DEFAULT_POLICY, by_bytes=True)
+    ours = Method(OURS, DEFAULT_POLICY)
     mlx_lm = [
         Rival(
             f"mlx-lm, {WINDOW}",
             MLX_LM,
             f"RotatingKVCache, keep={WINDOW_KEEP} as in its make_prompt_cache",
-            _through(Arm(WINDOW)),
+            _through(Method(WINDOW)),
         ),
         *(
-            Rival(name, MLX_LM, "QuantizedKVCache; keeps every token", _through(Arm(name)), True)
+            Rival(name, MLX_LM, "QuantizedKVCache; keeps every token", _through(Method(name)), True)
             for name in PACKED
         ),
     ]
@@ -77,7 +83,7 @@ def rivals() -> list[Rival]:
             f"{OURS} compress",
             "",
             "`mlx_h2o compress`: the prompt is read twice; packed rows, values fitted, remainder",
-            _compressed(replace(arm_of("kvzip"), name=f"{OURS} compress"), fitted=True),
+            _compressed(replace(parse_method(OURS), label=f"{OURS} compress"), fitted=True),
             prompts_only=True,
         ),
         Rival(
@@ -92,15 +98,15 @@ def rivals() -> list[Rival]:
             "kvzip (ours)",
             "https://github.com/snu-mllab/KVzip",
             "16 bits, values as they are, no remainder; the softmax runs over the whole prompt",
-            _compressed(replace(arm_of("kvzip:bits=16"), remainder=False), fitted=False),
+            _compressed(replace(parse_method(f"{OURS}:bits=16"), remainder=False), fitted=False),
             prompts_only=True,
         ),
     ]
 
 
-def _published(spec: str) -> Arm:
+def _published(spec: str) -> Method:
     """A policy's cache without what its paper does not have."""
-    return arm_of(f"{spec}:remainder=false")
+    return parse_method(f"{spec}:remainder=false")
 
 
 def _size(task: Task, share: float) -> int:
@@ -108,33 +114,33 @@ def _size(task: Task, share: float) -> int:
     return max(round(share * task.sized), 1)
 
 
-def _through(arm: Arm, one_by_one: bool = False) -> Read:
-    def read(stage: Stage, task: Task, share: float) -> Reading:
-        def after(stage: Stage, part: Task) -> list[Any]:
-            cache = arm.make(stage.model, _size(part, share), context=part.context)
-            return having_read(stage, cache, part)
+def _through(method: Method, one_by_one: bool = False) -> Read:
+    def read(reader: Reader, task: Task, share: float) -> Reading:
+        def after(reader: Reader, part: Task) -> list[Any]:
+            cache = replace(method, tokens=_size(part, share)).make(reader.model, part.context)
+            return having_read(reader, cache, part)
 
-        return reading_of(stage, task, after, one_by_one)
+        return reading_of(reader, task, after, one_by_one)
 
     return read
 
 
-def returning_arm(folder: Path) -> Arm:
+def returning_method(folder: Path) -> Method:
     """Ours, with the files of all rows in a folder."""
     settings = (("spill", Spill(folder)),)
-    return Arm(RETURNING, DEFAULT_POLICY, by_bytes=True, settings=settings)
+    return Method(RETURNING, DEFAULT_POLICY, settings=settings)
 
 
-def _returning(stage: Stage, task: Task, share: float) -> Reading:
+def _returning(reader: Reader, task: Task, share: float) -> Reading:
     with tempfile.TemporaryDirectory(prefix="board-") as folder:
-        arm = returning_arm(Path(folder))
+        method = returning_method(Path(folder))
 
-        def after(stage: Stage, part: Task) -> list[Any]:
-            cache = arm.make(stage.model, _size(part, share), context=part.context)
-            return written(having_read(stage, cache, part))
+        def after(reader: Reader, part: Task) -> list[Any]:
+            cache = replace(method, tokens=_size(part, share)).make(reader.model, part.context)
+            return written(having_read(reader, cache, part))
 
         # A file holds one conversation.
-        return reading_of(stage, task, after, one_by_one=True)
+        return reading_of(reader, task, after, one_by_one=True)
 
 
 def written(cache: list[Any]) -> list[Any]:
@@ -147,16 +153,17 @@ def written(cache: list[Any]) -> list[Any]:
     return cache
 
 
-def _compressed(arm: Arm, fitted: bool) -> Read:
-    def read(stage: Stage, task: Task, share: float) -> Reading:
-        def after(stage: Stage, part: Task) -> list[Any]:
+def _compressed(method: Method, fitted: bool) -> Read:
+    def read(reader: Reader, task: Task, share: float) -> Reading:
+        def after(reader: Reader, part: Task) -> list[Any]:
             prompt = mx.array(part.prompts)
-            empty = arm.make(stage.model, _size(part, share), context=prompt.shape[1])
-            of = stage.model, stage.tokenizer, prompt
+            sized = replace(method, tokens=_size(part, share))
+            empty = sized.make(reader.model, prompt.shape[1])
+            of = reader.model, reader.tokenizer, prompt
             room = len(part.continuations[0])
-            return compress_into(empty, *of, room=room, chunk=stage.chunk, fitted=fitted)
+            return compress_into(empty, *of, room=room, chunk=reader.chunk, fitted=fitted)
 
         # Rows of a batch would share one layout of slots.
-        return reading_of(stage, task, after, one_by_one=True)
+        return reading_of(reader, task, after, one_by_one=True)
 
     return read

@@ -25,7 +25,7 @@ from benchmarks.board.packages import Missing, folder, pip
 from benchmarks.board.reading import Reading, plain
 from benchmarks.board.rivals import Read, Rival
 from benchmarks.board.tasks import Task
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.loading import gguf
 from mlx_h2o.loading.gguf_file import GGUFFile
 from mlx_h2o.loading.load import model_path
@@ -105,25 +105,25 @@ def windowed(settings: dict[str, Any], kept: int) -> dict[str, Any]:
 
 
 def _pressed(press: str, settings: dict[str, Any]) -> Read:
-    def read(stage: Stage, task: Task, share: float) -> Reading:
+    def read(reader: Reader, task: Task, share: float) -> Reading:
         rows = len(task.prompts[0])
         # Presses keep int(rows * (1 - ratio)) rows; KVzip lets int(rows of all heads * ratio) go.
         # A little more, or less, is rounded to the number meant.
         little = -LITTLE if press == "KVzipPress" else LITTLE
         kept = max(round(share * rows), 1)
         ratio = 1 - (kept + little) / rows
-        return pressed(stage, task, press, windowed(settings, kept), ratio)
+        return pressed(reader, task, press, windowed(settings, kept), ratio)
 
     return read
 
 
 def pressed(
-    stage: Stage, task: Task, press: str, settings: dict[str, Any], ratio: float
+    reader: Reader, task: Task, press: str, settings: dict[str, Any], ratio: float
 ) -> Reading:
     """A task's rows through a press, one by one.
 
     Args:
-        stage: The model.
+        reader: The model.
         task: The task.
         press: A class of kvpress; "none" compresses nothing.
         settings: Its arguments.
@@ -132,7 +132,7 @@ def pressed(
     Raises:
         ValueError: There is no kvpress here, or the press does not run.
     """
-    worker = worker_of(stage)
+    worker = worker_of(reader)
     alone = len(task.prompts) == 1
     asked = {"press": press, "settings": settings, "ratio": ratio, "alone": alone}
     logits, answers = [], []
@@ -141,7 +141,7 @@ def pressed(
         answers.append(answer)
         logits.append(row)
     heads = sum(len(layer) for layer in worker.heads)
-    row_bytes = plain(stage.model, 1) // heads
+    row_bytes = plain(reader.model, 1) // heads
     n = len(answers)
     return Reading(
         mx.stack(logits),
@@ -158,16 +158,16 @@ class Worker:
 
     Args:
         python: The interpreter of its environment.
-        stage: The model.
+        reader: The model.
 
     Raises:
         ValueError: The process does not start.
     """
 
-    def __init__(self, python: Path, stage: Stage):
+    def __init__(self, python: Path, reader: Reader):
         self._folder = Path(tempfile.mkdtemp(prefix="board-"))
-        config = config_of(stage)
-        weights.write(stage.model, stage.tokenizer, config, self._folder)
+        config = config_of(reader)
+        weights.write(reader.model, reader.tokenizer, config, self._folder)
         heads = config.get("num_key_value_heads", config["num_attention_heads"])
         self.heads = [range(heads)] * config["num_hidden_layers"]
         self._log = (self._folder / "log").open("w+")
@@ -223,17 +223,17 @@ class Worker:
 _workers: dict[str, Worker | ValueError] = {}
 
 
-def worker_of(stage: Stage) -> Worker:
-    """The process of a stage's model; only one runs at a time.
+def worker_of(reader: Reader) -> Worker:
+    """The process of a reader's model; only one runs at a time.
 
     Raises:
         ValueError: It does not start; the same is said each time.
     """
-    name = stage.model_name
+    name = reader.model_name
     if name not in _workers:
         end_workers()
         try:
-            _workers[name] = Worker(environment(), stage)
+            _workers[name] = Worker(environment(), reader)
         except ValueError as error:
             _workers[name] = error
     worker = _workers[name]
@@ -272,9 +272,9 @@ def environment() -> Path:
     return python
 
 
-def config_of(stage: Stage) -> dict[str, Any]:
+def config_of(reader: Reader) -> dict[str, Any]:
     """The model's `config.json`; a GGUF file's header says the same."""
-    path = Path(model_path(stage.model_name))
+    path = Path(model_path(reader.model_name))
     if path.suffix == gguf.SUFFIX:
         return gguf.config_of(GGUFFile(path))
     return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))

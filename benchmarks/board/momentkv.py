@@ -23,7 +23,7 @@ from benchmarks.board.column_cache import ELEMENT, SCORE, ColumnCache, kinds_of
 from benchmarks.board.reading import Reading, having_read, plain, reading_of
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 
 #: Tokens of the beginning, and the part of the slots for the newest tokens, that stay.
 SINK, RECENT = 4, 0.25
@@ -134,12 +134,12 @@ def caches(model: nn.Module, given: int) -> list[Any]:
 def rival() -> Rival:
     """MomentKV on the board."""
 
-    def read(stage: Stage, task: Task, share: float) -> Reading:
-        def after(stage: Stage, part: Task) -> list[Any]:
-            given = int(share * plain(stage.model, part.sized))
-            return having_read(stage, caches(stage.model, given), part)
+    def read(reader: Reader, task: Task, share: float) -> Reading:
+        def after(reader: Reader, part: Task) -> list[Any]:
+            given = int(share * plain(reader.model, part.sized))
+            return having_read(reader, caches(reader.model, given), part)
 
-        return reading_of(stage, task, after)
+        return reading_of(reader, task, after)
 
     return Rival(
         "MomentKV (from the paper)",

@@ -16,7 +16,7 @@ from benchmarks.board.packages import unpacked
 from benchmarks.board.reading import Reading, counted_bytes, having_read, reading_of
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.integration.stock_caches import stock_caches
 
 TURBOQUANT = "turboquant-mlx-full==0.30.0"
@@ -70,30 +70,30 @@ def rivals() -> list[Rival]:
 
 
 def _packed(
-    make: Callable[[Stage], list[Any]], count: Callable[[Sequence[Any]], int]
-) -> Callable[[Stage, Task, float], Reading]:
-    def read(stage: Stage, task: Task, share: float) -> Reading:
-        def after(stage: Stage, part: Task) -> list[Any]:
-            return having_read(stage, make(stage), part)
+    make: Callable[[Reader], list[Any]], count: Callable[[Sequence[Any]], int]
+) -> Callable[[Reader, Task, float], Reading]:
+    def read(reader: Reader, task: Task, share: float) -> Reading:
+        def after(reader: Reader, part: Task) -> list[Any]:
+            return having_read(reader, make(reader), part)
 
-        return reading_of(stage, task, after, one_by_one=True, count=count)
+        return reading_of(reader, task, after, one_by_one=True, count=count)
 
     return read
 
 
-def _turboquant(k_bits: int, v_bits: int) -> Callable[[Stage], list[Any]]:
-    def make(stage: Stage) -> list[Any]:
+def _turboquant(k_bits: int, v_bits: int) -> Callable[[Reader], list[Any]]:
+    def make(reader: Reader) -> list[Any]:
         module = imported(TURBOQUANT, "turboquant_mlx.layers.polar_kv_cache")
         of = {"k_bits": k_bits, "v_bits": v_bits}
-        return [module.TurboQuantKVCache(**of) for _ in stock_caches(stage.model)]
+        return [module.TurboQuantKVCache(**of) for _ in stock_caches(reader.model)]
 
     return make
 
 
-def _kivi(stage: Stage) -> list[Any]:
+def _kivi(reader: Reader) -> list[Any]:
     module = imported(VELOXQUANT, "veloxquant_mlx")
     config = module.KVCacheConfig(method="kivi", seed=0, **KIVI)
-    return list(module.KVCacheBuilder.for_model(stage.model, config))
+    return list(module.KVCacheBuilder.for_model(reader.model, config))
 
 
 def _said_by_kivi(cache: Sequence[Any]) -> int:

@@ -15,7 +15,7 @@ from benchmarks.board.tasks import Task
 from mlx_h2o._utils.free_memory import give_back
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
-from mlx_h2o.evaluate.stage import Stage, read, step, untold
+from mlx_h2o.evaluate.reader import Reader, no_progress, read, step
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.storage import reserved_range
 
@@ -44,7 +44,7 @@ class Reading:
 
 
 #: Makes the caches that have read a task's prompts; the task may be one row of several.
-After = Callable[[Stage, Task], list[Any]]
+After = Callable[[Reader, Task], list[Any]]
 
 
 def plain(model: nn.Module, tokens: int) -> int:
@@ -59,7 +59,7 @@ def counted_bytes(cache: Sequence[Any]) -> int:
 
 
 def reading_of(
-    stage: Stage,
+    reader: Reader,
     task: Task,
     after: After,
     one_by_one: bool = False,
@@ -68,7 +68,7 @@ def reading_of(
     """Read a task's prompts, then its continuations token by token.
 
     Args:
-        stage: The model.
+        reader: The model.
         task: The prompts and continuations.
         after: Makes the cache that has read the prompts.
         one_by_one: Whether each row is read by itself, because a cache chooses for all rows of a
@@ -80,7 +80,7 @@ def reading_of(
     """
     n = len(task.prompts)
     parts = [task.row(i) for i in range(n)] if one_by_one else [task]
-    found = [_read(stage, part, after, count) for part in parts]
+    found = [_read(reader, part, after, count) for part in parts]
     return Reading(
         mx.concatenate([part.logits for part in found]),
         max(part.counted for part in found),
@@ -91,13 +91,15 @@ def reading_of(
     )
 
 
-def _read(stage: Stage, task: Task, after: After, count: Callable[[Sequence[Any]], int]) -> Reading:
+def _read(
+    reader: Reader, task: Task, after: After, count: Callable[[Sequence[Any]], int]
+) -> Reading:
     n = len(task.prompts)
     give_back()
     before, in_ranges = mx.get_active_memory(), reserved_range.bytes_held()
     mx.reset_peak_memory()
     start = time.perf_counter()
-    cache = after(stage, task)
+    cache = after(reader, task)
     # MLX does not count slots that lie in reserved memory.
     in_ranges = reserved_range.bytes_held() - in_ranges
     peak = mx.get_peak_memory() - before + in_ranges if n == 1 else None
@@ -109,14 +111,14 @@ def _read(stage: Stage, task: Task, after: After, count: Callable[[Sequence[Any]
     logits, seconds = [], []
     for i in range(tokens.shape[1] - 1):
         start = time.perf_counter()
-        logits.append(step(stage.model, cache, tokens[:, i], untold).astype(mx.float32))
+        logits.append(step(reader.model, cache, tokens[:, i], no_progress).astype(mx.float32))
         seconds.append((time.perf_counter() - start) / n)
     stacked = mx.stack(logits, axis=1)
     mx.eval(stacked)
     return Reading(stacked, counted, held, prompt_seconds, statistics.median(seconds), peak)
 
 
-def having_read(stage: Stage, cache: list[Any], task: Task) -> list[Any]:
+def having_read(reader: Reader, cache: list[Any], task: Task) -> list[Any]:
     """The cache, after a task's prompts were read through it in chunks."""
-    read(stage.model, cache, mx.array(task.prompts), stage.chunk, untold)
+    read(reader.model, cache, mx.array(task.prompts), reader.chunk, no_progress)
     return cache

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from benchmarks.board.reading import Reading
 from benchmarks.board.tasks import Task
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 
 #: Reads a task with a part of the bytes of the prompt's full 16-bit cache.
-Read = Callable[[Stage, Task, float], Reading]
+Read = Callable[[Reader, Task, float], Reading]
 
 OURS = "mlx-h2o"
 FULL = "full cache"

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from benchmarks.board.reading import Reading
 from benchmarks.board.tasks import Task
-from mlx_h2o.evaluate.recall import is_known
+from mlx_h2o.evaluate.facts import is_known
 
 #: Digits of a divergence that are kept in a record.
 DIGITS = 7

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from benchmarks.board.cells import Cell, Found
 from benchmarks.board.rivals import FULL, OURS
 from benchmarks.board.tasks import HARD_NEEDLES, MEMORY, NEEDLES, TEXTS_TASK
-from mlx_h2o.evaluate.bootstrap import mean_interval
-from mlx_h2o.evaluate.measures.measure import part_of
+from mlx_h2o.evaluate.measures.base import part_of
+from mlx_h2o.evaluate.measures.perplexity import mean_interval
 
 Interval = tuple[float, float]
 

@@ -18,7 +18,7 @@ from benchmarks.board.tasks import (
     SPEAKERS,
     TEXTS_TASK,
 )
-from mlx_h2o.evaluate.contenders import label
+from mlx_h2o.evaluate.methods import share_label
 
 #: Places of a divergence in nats.
 PLACES = 4
@@ -153,7 +153,8 @@ def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival
             cells = [_of(by_kind.get(kind)) for kind in kinds]
             ranked.append((-(whole or (-1, 0))[0], [name, *cells, _of(whole)]))
     if ranked:
-        title = f"{model}, RULER, {label(RULER_SHARE)} of the bytes or, with every token, own bytes"
+        share = share_label(RULER_SHARE)
+        title = f"{model}, RULER, {share} of the bytes or, with every token, own bytes"
         rows = [row for _, row in sorted(ranked, key=lambda one: one[0])]
         yield table(title, ("rival", *kinds, "all"), rows, True)
 
@@ -179,7 +180,7 @@ def _of(facts: tuple[int, int] | None) -> str:
 
 
 def _given(share: float | None) -> str:
-    return f"{label(share)} of the bytes" if share else "every token, own bytes"
+    return f"{share_label(share)} of the bytes" if share else "every token, own bytes"
 
 
 def _named(name: str, grows: bool) -> str:
@@ -233,7 +234,7 @@ def lost(
         for one in of_model:
             if one.share is None or one.rival.startswith(OURS) or one.share not in ours:
                 continue
-            own, place = ours[one.share], [one.rival, model, label(one.share)]
+            own, place = ours[one.share], [one.rival, model, share_label(one.share)]
             if one.over_ours is not None and one.over_ours < 0:
                 measure = "KL, nats" if task == TEXTS_TASK else f"KL of {task}, nats"
                 figures = f"{one.kl:.{PLACES}f}", f"{own.kl:.{PLACES}f}"
@@ -254,7 +255,7 @@ def _lost_facts(
                 if theirs is None or own is None or rival.name.startswith(OURS):
                     continue
                 if theirs[0] > own[0]:
-                    place = [rival.name, model, label(share)]
+                    place = [rival.name, model, share_label(share)]
                     yield [*place, task, _of(theirs), _of(own), NOTHING]
 
 
@@ -270,7 +271,7 @@ def _lost_ruler(
             continue
         known, ours = (_summed({kind: of[kind] for kind in both}) for of in (theirs, own))
         if known[0] > ours[0]:
-            place = [rival.name, model, label(RULER_SHARE)]
+            place = [rival.name, model, share_label(RULER_SHARE)]
             yield [*place, RULER, _of(known), _of(ours), NOTHING]
 
 
@@ -280,7 +281,7 @@ def failures(found: Mapping[Cell, Found], models: Sequence[str]) -> list[list[st
     # In one order, whatever the order in which they were measured.
     for cell, scores in sorted(found.items(), key=lambda one: (*one[0][:3], one[0].share or 0)):
         if "failed" in scores and cell.model in models:
-            place = label(cell.share) if cell.share else "own bytes"
+            place = share_label(cell.share) if cell.share else "own bytes"
             reasons.setdefault((cell.rival, cell.model, scores["failed"]), []).append(
                 f"{cell.task} {place}"
             )

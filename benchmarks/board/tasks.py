@@ -11,9 +11,9 @@ from typing import cast
 
 from benchmarks.board import ruler
 from benchmarks.board.texts import PLAYS, TEXTS, hard_needle, play, speeches
-from mlx_h2o.evaluate.needles import Needle, needle_task
-from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.measures.needles import Needle, needle_task
+from mlx_h2o.evaluate.measures.perplexity import samples_of
+from mlx_h2o.evaluate.reader import Reader
 
 #: Names of the tasks: the first two have answers.
 NEEDLES, HARD_NEEDLES = "needles", "hard needles"
@@ -47,7 +47,7 @@ class Task:
         continuations: Token ids `[n][C]`, padded at the end.
         lengths: Tokens of each continuation that count.
         answers: Where each row's answer begins in its continuation; None for texts.
-        least: As in `recall.Form`; used for answers.
+        least: As in `facts.Form`; used for answers.
         grows: Whether nearly everything comes token by token, so that caches evict while they
             decode. Parts of the bytes are then of the whole, not of the prompt, and rivals that
             compress prompts have no place.
@@ -91,19 +91,19 @@ class Task:
 
 
 def texts(
-    stage: Stage, prompt: int, continuation: int, samples: int, name: str = TEXTS_TASK
+    reader: Reader, prompt: int, continuation: int, samples: int, name: str = TEXTS_TASK
 ) -> Task:
     """Samples of every text, evenly spaced, each cut into prompt and continuation.
 
     Args:
-        stage: The model's tokenizer.
+        reader: The model's tokenizer.
         prompt: Tokens of a prompt.
         continuation: Tokens of a continuation.
         samples: Samples of each text.
         name: The task's name, which says what texts: those of one writer, or plays.
     """
     of = {title: partial(play, title) for title in PLAYS} if name == SPEAKERS else TEXTS
-    labels, rows = _samples(stage, prompt + continuation, samples, of)
+    labels, rows = _samples(reader, prompt + continuation, samples, of)
     return Task(
         name,
         labels,
@@ -113,20 +113,20 @@ def texts(
     )
 
 
-def memory(stage: Stage, prompt: int, continuation: int) -> Task:
+def memory(reader: Reader, prompt: int, continuation: int) -> Task:
     """The first of `texts`' samples alone; the arguments are those of `texts`."""
-    return replace(texts(stage, prompt, continuation, 1).row(0), name=MEMORY)
+    return replace(texts(reader, prompt, continuation, 1).row(0), name=MEMORY)
 
 
-def growing(stage: Stage, length: int, samples: int) -> Task:
+def growing(reader: Reader, length: int, samples: int) -> Task:
     """The same texts as if they were answers: a short beginning, then token by token.
 
     Args:
-        stage: The model's tokenizer.
+        reader: The model's tokenizer.
         length: Tokens of a sample.
         samples: Samples of each text.
     """
-    labels, rows = _samples(stage, length, samples, TEXTS)
+    labels, rows = _samples(reader, length, samples, TEXTS)
     return Task(
         GROWING,
         labels,
@@ -138,35 +138,35 @@ def growing(stage: Stage, length: int, samples: int) -> Task:
 
 
 def _samples(
-    stage: Stage, length: int, samples: int, of: Mapping[str, Callable[[], str]]
+    reader: Reader, length: int, samples: int, of: Mapping[str, Callable[[], str]]
 ) -> tuple[tuple[str, ...], list[list[int]]]:
     """The name of each sample's text, and its tokens."""
     labels: list[str] = []
     rows: list[list[int]] = []
     for name, text in of.items():
-        bos = stage.first[0] if stage.first else None
+        bos = reader.first[0] if reader.first else None
         # One sample comes from the text's middle: beginnings are titles and comments.
         count = samples if samples > 1 else 3
-        tokens = samples_of(stage.encode(text()), count, length, bos)
+        tokens = samples_of(reader.encode(text()), count, length, bos)
         of_text = cast(list[list[int]], tokens.tolist())
         rows += of_text if samples > 1 else of_text[1:2]
         labels += [name] * samples
     return tuple(labels), rows
 
 
-def needles(stage: Stage, length: int, count: int, kind: str = "single") -> Task:
+def needles(reader: Reader, length: int, count: int, kind: str = "single") -> Task:
     """Facts in the model's own form, hidden in speeches and asked for after the prompt.
 
     Args:
-        stage: Model and text; the text is replaced by the speeches.
+        reader: Model and text; the text is replaced by the speeches.
         length: Tokens of a prompt with its question.
         count: The number of prompts.
         kind: As in `needles.Needle`.
     """
-    hay = Stage(stage.model_name, speeches(), stage.facts, stage.chunk, stage.seed)
-    hay.__dict__["_loaded"] = stage.model, stage.tokenizer
+    hay = Reader(reader.model_name, speeches(), reader.facts, reader.chunk, reader.seed)
+    hay.__dict__["_loaded"] = reader.model, reader.tokenizer
     depths = [DEPTHS[i % len(DEPTHS)] for i in range(count)]
-    task = needle_task(hay, [Needle(kind, depth) for depth in depths], length, 1, stage.seed)
+    task = needle_task(hay, [Needle(kind, depth) for depth in depths], length, 1, reader.seed)
     rows = cast(list[list[int]], task.prompts.tolist())
     return _asked(
         NEEDLES,
@@ -177,16 +177,16 @@ def needles(stage: Stage, length: int, count: int, kind: str = "single") -> Task
     )
 
 
-def hard_needles(stage: Stage, length: int, count: int) -> Task:
+def hard_needles(reader: Reader, length: int, count: int) -> Task:
     """Documents with several facts of one kind, from another project's generator.
 
     Args:
-        stage: The model's tokenizer.
+        reader: The model's tokenizer.
         length: Tokens of a prompt with its question.
         count: The number of prompts.
     """
     generate = hard_needle().generate_hard_example
-    rng = random.Random(stage.seed)
+    rng = random.Random(reader.seed)
     prompts: list[list[int]] = []
     questions, answers = [], []
     while len(prompts) < count:
@@ -196,30 +196,30 @@ def hard_needles(stage: Stage, length: int, count: int) -> Task:
         facts = {record["sentence"]: record["value"] for record in made["needle_records"]}
         asked = next(said for said, value in facts.items() if value == made["target"])
         # A sentence to complete, which models that were not trained for chat can do, too.
-        question = stage.encode("\n\n" + asked[: asked.index(made["target"])].rstrip())
+        question = reader.encode("\n\n" + asked[: asked.index(made["target"])].rstrip())
         document = made["prompt"].partition("\n\nQuestion:")[0]
-        prompts.append(_shortened(stage, document, set(facts), length - len(question)))
+        prompts.append(_shortened(reader, document, set(facts), length - len(question)))
         questions.append(question)
-        answers.append(stage.encode(f" {made['target']}"))
+        answers.append(reader.encode(f" {made['target']}"))
     return _asked(HARD_NEEDLES, prompts, questions, answers, 0.0)
 
 
-def ruler_task(stage: Stage, kind: str, length: int, count: int) -> Task:
+def ruler_task(reader: Reader, kind: str, length: int, count: int) -> Task:
     """One of RULER's tasks.
 
     Args:
-        stage: The model's tokenizer.
+        reader: The model's tokenizer.
         kind: One of `ruler.KINDS`.
         length: Tokens of a prompt with its question and answers, at most.
         count: The number of prompts.
     """
-    room = length - len(stage.first)
-    made = ruler.samples(kind, room, count, stage.seed, stage.encode)
-    said = [[(stage.encode(piece), right) for piece, right in one.said] for one in made]
+    room = length - len(reader.first)
+    made = ruler.samples(kind, room, count, reader.seed, reader.encode)
+    said = [[(reader.encode(piece), right) for piece, right in one.said] for one in made]
     task = _asked(
         f"{RULER} {kind}",
-        [[*stage.first, *stage.encode(one.text)] for one in made],
-        [stage.encode(one.question) for one in made],
+        [[*reader.first, *reader.encode(one.text)] for one in made],
+        [reader.encode(one.question) for one in made],
         [[token for piece, _ in row for token in piece] for row in said],
         0.0,
     )
@@ -234,15 +234,15 @@ def _places(said: Sequence[tuple[list[int], bool]], at: int) -> tuple[tuple[int,
     return tuple((ends[i], ends[i + 1]) for i, (_, right) in enumerate(said) if right)
 
 
-def _shortened(stage: Stage, document: str, facts: set[str], room: int) -> list[int]:
+def _shortened(reader: Reader, document: str, facts: set[str], room: int) -> list[int]:
     """A document's last `room` tokens, with the facts that would be cut off after the cut.
 
     Raises:
         ValueError: The document is too short.
     """
     said = [f"{part.rstrip('.')}." for part in document.split(". ")]
-    pieces = [(part in facts, stage.encode(f" {part}")) for part in said]
-    surplus = sum(len(piece) for _, piece in pieces) + len(stage.first) - room
+    pieces = [(part in facts, reader.encode(f" {part}")) for part in said]
+    surplus = sum(len(piece) for _, piece in pieces) + len(reader.first) - room
     if surplus < 0:
         raise ValueError(f"A document of hard needles has less than {room} tokens.")
     kept: list[int] = []
@@ -250,7 +250,7 @@ def _shortened(stage: Stage, document: str, facts: set[str], room: int) -> list[
         cut = 0 if is_fact else min(surplus, len(piece))
         surplus -= cut
         kept += piece[cut:]
-    return [*stage.first, *kept]
+    return [*reader.first, *kept]
 
 
 def _asked(

@@ -19,7 +19,7 @@ from benchmarks.board.column_cache import ELEMENT, ColumnCache, kinds_of
 from benchmarks.board.reading import Reading, having_read, reading_of
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 
 #: Points of the Gaussian from which levels are computed, and steps of Lloyd's iteration.
 POINTS, STEPS = 20_001, 300
@@ -87,12 +87,12 @@ def rivals() -> list[Rival]:
 
 
 def _rival(bits: int) -> Rival:
-    def read(stage: Stage, task: Task, share: float) -> Reading:
-        def after(stage: Stage, part: Task) -> list[Any]:
-            made: list[Any] = [TurboCache(bits) for _ in kinds_of(stage.model)]
-            return having_read(stage, made, part)
+    def read(reader: Reader, task: Task, share: float) -> Reading:
+        def after(reader: Reader, part: Task) -> list[Any]:
+            made: list[Any] = [TurboCache(bits) for _ in kinds_of(reader.model)]
+            return having_read(reader, made, part)
 
-        return reading_of(stage, task, after)
+        return reading_of(reader, task, after)
 
     return Rival(
         f"TurboQuant, {bits} bits (from the paper)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,14 +28,14 @@ from benchmarks.board import (
 from benchmarks.board.board import Plan, Sizes, cells_of, measure, plans_of, protocol_of
 from benchmarks.board.cells import Cell, Record
 from benchmarks.board.column_cache import ColumnCache, kinds_of
-from benchmarks.board.in_package import RETURNING, full_reading, returning_arm, written
+from benchmarks.board.in_package import RETURNING, full_reading, returning_method, written
 from benchmarks.board.in_package import rivals as in_package
 from benchmarks.board.reading import Reading, counted_bytes, having_read, plain, reading_of
 from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.scores import scores_of
 from benchmarks.board.summaries import summed_up
 from benchmarks.board.tables import COLUMNS, distance, failures, lost, tables_of
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.model_caches import compress
 
@@ -44,44 +45,44 @@ BOUNDED = [rival for rival in [*in_package(), *PAPERS] if not rival.keeps_all]
 
 
 @pytest.fixture(scope="module")
-def stage() -> Stage:
-    return Stage(EMBEDDED_MODEL, SAMPLE_TEXT.read_text(), "questions", 128)
+def reader() -> Reader:
+    return Reader(EMBEDDED_MODEL, SAMPLE_TEXT.read_text(), "questions", 128)
 
 
 @pytest.fixture(scope="module")
-def task(stage: Stage) -> tasks.Task:
-    rows = [stage.first + stage.prose(P + C - 1, start) for start in (0, 900)]
+def task(reader: Reader) -> tasks.Task:
+    rows = [reader.first + reader.prose(P + C - 1, start) for start in (0, 900)]
     prompts, rest = [row[:P] for row in rows], [row[P:] for row in rows]
     return tasks.Task(tasks.TEXTS_TASK, ("a", "b"), prompts, rest, (C, C))
 
 
 @pytest.fixture(scope="module")
-def full(stage: Stage, task: tasks.Task) -> Reading:
-    return full_reading(stage, task)
+def full(reader: Reader, task: tasks.Task) -> Reading:
+    return full_reading(reader, task)
 
 
 # -- bytes and scores -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rival", BOUNDED, ids=lambda rival: rival.name)
-def test_all_rivals_get_the_same_bytes(rival: Rival, stage: Stage, task: tasks.Task) -> None:
+def test_all_rivals_get_the_same_bytes(rival: Rival, reader: Reader, task: tasks.Task) -> None:
     """After the prompt none counts more than its part, and none is starved.
 
     With a file, room is left for rows that will wait and for leases: in so short a prompt half.
     """
-    whole = plain(stage.model, P)
-    counted = rival.read(stage, task, 0.25).counted
+    whole = plain(reader.model, P)
+    counted = rival.read(reader, task, 0.25).counted
     assert counted <= 0.25 * whole
     assert counted >= (0.45 if rival.name == RETURNING else 0.85) * 0.25 * whole
 
 
 def test_what_waits_for_the_file_and_the_last_queries_count(
-    stage: Stage, task: tasks.Task, tmp_path: Path
+    reader: Reader, task: tasks.Task, tmp_path: Path
 ) -> None:
     """Without them the count falls by their bytes, those of float32 numbers as in 16 bits."""
-    cache = returning_arm(tmp_path).make(stage.model, P // 4, context=task.context)
-    counted = counted_bytes(written(having_read(stage, cache, task.row(0))))
-    assert counted <= plain(stage.model, P // 4)
+    cache = replace(returning_method(tmp_path), tokens=P // 4).make(reader.model, task.context)
+    counted = counted_bytes(written(having_read(reader, cache, task.row(0))))
+    assert counted <= plain(reader.model, P // 4)
     beside = 0
     for entry in cache:
         queries = [] if entry.back is None else entry.back.queries
@@ -96,7 +97,7 @@ def test_what_waits_for_the_file_and_the_last_queries_count(
 
 
 def test_kvzip_keeps_values_as_they_are(
-    stage: Stage, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fitted values are ours, not KVzip's."""
     fitted: list[bool] = []
@@ -108,30 +109,30 @@ def test_kvzip_keeps_values_as_they_are(
 
     monkeypatch.setattr("benchmarks.board.in_package.compress_into", noted)
     for name in ("kvzip (ours)", f"{OURS} compress"):
-        next(rival for rival in in_package() if rival.name == name).read(stage, task.row(0), 0.25)
+        next(rival for rival in in_package() if rival.name == name).read(reader, task.row(0), 0.25)
     assert fitted == [False, True]
 
 
 def test_a_full_cache_is_no_distance_from_itself(
-    stage: Stage, task: tasks.Task, full: Reading
+    reader: Reader, task: tasks.Task, full: Reading
 ) -> None:
-    again = scores_of(task, full.logits, full_reading(stage, task))
+    again = scores_of(task, full.logits, full_reading(reader, task))
     assert np.max(again.kl) == 0
     assert not np.any(again.changed)
     assert np.shape(again.kl) == np.shape(again.nll) == (2, C - 1)
-    assert again.held >= 2 * P * plain(stage.model, 1)  # in float32
+    assert again.held >= 2 * P * plain(reader.model, 1)  # in float32
     logits, target = full.logits[1, 2].astype(mx.float32), task.continuations[1][3]
     assert again.nll[1][2] == pytest.approx(
         nn.losses.cross_entropy(logits, mx.array(target)).item(), abs=1e-4
     )
 
 
-def test_the_peak_of_one_prompt_is_told(stage: Stage, task: tasks.Task, full: Reading) -> None:
+def test_the_peak_of_one_prompt_is_told(reader: Reader, task: tasks.Task, full: Reading) -> None:
     assert full.peak is None  # several rows at once
     alone = task.row(0)
-    whole = full_reading(stage, alone)
+    whole = full_reading(reader, alone)
     window = next(rival for rival in in_package() if "window" in rival.name)
-    small = window.read(stage, alone, 1 / 8)
+    small = window.read(reader, alone, 1 / 8)
     assert whole.peak is not None
     assert small.peak is not None
     assert small.held < small.peak < whole.peak
@@ -139,14 +140,16 @@ def test_the_peak_of_one_prompt_is_told(stage: Stage, task: tasks.Task, full: Re
     assert whole.held < whole.peak < 4 * whole.held
 
 
-def test_another_cache_is_some_distance_away(stage: Stage, task: tasks.Task, full: Reading) -> None:
+def test_another_cache_is_some_distance_away(
+    reader: Reader, task: tasks.Task, full: Reading
+) -> None:
     window = next(rival for rival in in_package() if "window" in rival.name)
-    scores = scores_of(task, full.logits, window.read(stage, task, 1 / 16))
+    scores = scores_of(task, full.logits, window.read(reader, task, 1 / 16))
     assert np.mean(scores.kl) > 0.01
-    assert scores.counted < plain(stage.model, P) / 15
+    assert scores.counted < plain(reader.model, P) / 15
 
 
-def test_an_answers_tokens_alone_count(stage: Stage) -> None:
+def test_an_answers_tokens_alone_count(reader: Reader) -> None:
     made = tasks._asked("needles", [[1, 2, 3], [1, 2]], [[4], [4, 4]], [[7, 8], [9]], 0.0)
     assert made.prompts == [[1, 2], [1, 2]]
     assert made.continuations == [[3, 4, 7, 8], [4, 4, 9, 0]]
@@ -161,26 +164,28 @@ def test_an_answers_tokens_alone_count(stage: Stage) -> None:
     assert scores_of(made, logits, Reading(logits, 1, 1, 1.0, 1.0)).known == [False, True]
 
 
-def test_hard_documents_keep_their_facts(stage: Stage) -> None:
+def test_hard_documents_keep_their_facts(reader: Reader) -> None:
     said = ["Filler one is long", "The code for Apollo is ATL", "Filler two is long enough."]
     fact = "The code for Apollo is ATL."
-    ids = tasks._shortened(stage, ". ".join(said), {fact}, 24)
+    ids = tasks._shortened(reader, ". ".join(said), {fact}, 24)
     assert len(ids) == 24
-    assert fact in stage.tokenizer.decode(ids)
+    assert fact in reader.tokenizer.decode(ids)
     with pytest.raises(ValueError, match="less than 900 tokens"):
-        tasks._shortened(stage, ". ".join(said), {fact}, 900)
+        tasks._shortened(reader, ". ".join(said), {fact}, 900)
 
 
 # -- rivals from their papers ---------------------------------------------------------------------
 
 
-def test_the_column_cache_is_the_full_cache(stage: Stage, task: tasks.Task, full: Reading) -> None:
-    def after(stage: Stage, part: tasks.Task) -> list[ColumnCache]:
-        return having_read(stage, [ColumnCache() for _ in kinds_of(stage.model)], part)
+def test_the_column_cache_is_the_full_cache(
+    reader: Reader, task: tasks.Task, full: Reading
+) -> None:
+    def after(reader: Reader, part: tasks.Task) -> list[ColumnCache]:
+        return having_read(reader, [ColumnCache() for _ in kinds_of(reader.model)], part)
 
-    scores = scores_of(task, full.logits, reading_of(stage, task, after))
+    scores = scores_of(task, full.logits, reading_of(reader, task, after))
     assert np.max(scores.kl) < 1e-5
-    assert scores.counted == plain(stage.model, P)
+    assert scores.counted == plain(reader.model, P)
 
 
 def test_moments_are_those_of_all_that_left() -> None:
@@ -208,9 +213,9 @@ def test_moments_are_those_of_all_that_left() -> None:
     assert np.array(found[0]).item() == pytest.approx(np.log(weights_.sum()), abs=1e-4)
 
 
-def test_too_few_bytes_for_a_covariance_are_told(stage: Stage, task: tasks.Task) -> None:
+def test_too_few_bytes_for_a_covariance_are_told(reader: Reader, task: tasks.Task) -> None:
     with pytest.raises(ValueError, match="covariance of 64 x 64 takes 8,448"):
-        momentkv.rival().read(stage, task, 1 / 16)
+        momentkv.rival().read(reader, task, 1 / 16)
 
 
 def test_matching_is_nearer_than_dropping() -> None:
@@ -245,9 +250,9 @@ def test_rounding_has_the_papers_distortion(bits: int, error: float) -> None:
 def counting(name: str, calls: list[str], **options: bool) -> Rival:
     """A rival that is the full cache, and notes when it reads."""
 
-    def read(stage: Stage, task: tasks.Task, share: float) -> Reading:
+    def read(reader: Reader, task: tasks.Task, share: float) -> Reading:
         calls.append(f"{name} {share}")
-        return full_reading(stage, task)
+        return full_reading(reader, task)
 
     return Rival(name, "", "", read, **options)
 
@@ -256,7 +261,7 @@ def planned(task: tasks.Task) -> Plan:
     return Plan(task.name, lambda: task, task.grows)
 
 
-def failing(stage: Stage, task: tasks.Task, share: float) -> Reading:
+def failing(reader: Reader, task: tasks.Task, share: float) -> Reading:
     raise RuntimeError("no such | kernel\nhere")
 
 
@@ -264,24 +269,24 @@ def no_progress(cell: Cell, done: int, whole: int) -> None:
     pass
 
 
-def test_resuming_computes_nothing_twice(stage: Stage, task: tasks.Task, tmp_path: Path) -> None:
+def test_resuming_computes_nothing_twice(reader: Reader, task: tasks.Task, tmp_path: Path) -> None:
     calls: list[str] = []
     rivals = [counting("a", calls), counting("b", calls, keeps_all=True)]
     rivals.append(Rival("broken", "", "", failing))
     path, how = tmp_path / "run.jsonl", protocol_of("m", Sizes(P, C, 1, 1, 0, (0.5,)), 128, 0)
-    measure(stage, [planned(task)], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
+    measure(reader, [planned(task)], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
     assert calls == ["a 0.5", "a 0.25", "b 1.0"]
     late = Record(tmp_path / "late.jsonl", how, True)
-    assert measure(stage, [planned(task)], rivals, (0.5, 0.25), late, no_progress, until=0) == 5
+    assert measure(reader, [planned(task)], rivals, (0.5, 0.25), late, no_progress, until=0) == 5
     assert late.found == {}
     path.write_text(path.read_text() + '{"cell": ["m", "te')  # killed while it wrote
     again = Record(path, how, True)
-    measure(stage, [planned(task)], rivals, (0.5, 0.25), again, no_progress)
+    measure(reader, [planned(task)], rivals, (0.5, 0.25), again, no_progress)
     assert len(calls) == 3
     assert len(again.found) == 6  # two of a, b, two that failed, and the full cache's
     # One that failed is tried again.
     rivals[2] = counting("broken", calls)
-    measure(stage, [planned(task)], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
+    measure(reader, [planned(task)], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
     assert calls[3:] == ["broken 0.5", "broken 0.25"]
     with pytest.raises(ValueError, match="cells of other settings"):
         Record(path, how | {"seed": 1}, True)
@@ -311,7 +316,7 @@ def test_the_repositorys_record_has_samples_means(tmp_path: Path) -> None:
 
 
 def test_cells_of_other_commits_are_measured_again(
-    stage: Stage, task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     record = Record(tmp_path / "run.jsonl", {}, False)
@@ -319,7 +324,7 @@ def test_cells_of_other_commits_are_measured_again(
     def run(at: str, again: bool) -> None:
         monkeypatch.setattr(board, "commit", lambda: at)
         rivals = [counting("a", calls)]
-        measure(stage, [planned(task)], rivals, (0.5,), record, no_progress, again=again)
+        measure(reader, [planned(task)], rivals, (0.5,), record, no_progress, again=again)
 
     run("old", False)
     run("new", False)
@@ -355,21 +360,23 @@ def test_a_play_has_its_speakers_without_markup(
     )
 
 
-def test_a_rival_that_does_not_run_is_told(stage: Stage, task: tasks.Task, tmp_path: Path) -> None:
+def test_a_rival_that_does_not_run_is_told(
+    reader: Reader, task: tasks.Task, tmp_path: Path
+) -> None:
     rivals = [Rival("broken", "", "", failing), counting(OURS, [])]
     record = Record(tmp_path / "run.jsonl", {}, False)
-    measure(stage, [planned(task)], rivals, (0.5,), record, no_progress)
-    (row,) = failures(record.found, [stage.model_name])
+    measure(reader, [planned(task)], rivals, (0.5,), record, no_progress)
+    (row,) = failures(record.found, [reader.model_name])
     assert row == [
         "broken", EMBEDDED_MODEL, "texts 1/2", "RuntimeError: no such / kernel here",
     ]  # fmt: skip
-    (only,) = tables_of(record.found, stage.model_name, rivals, (0.5,), 100, 4)
+    (only,) = tables_of(record.found, reader.model_name, rivals, (0.5,), 100, 4)
     assert "broken" not in only
     assert f"**{OURS}**" in only
 
 
 def test_without_an_environment_kvpress_is_told(
-    stage: Stage, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none() -> Path:
         raise packages.Missing("pip cannot install torch: no network")
@@ -378,7 +385,7 @@ def test_without_an_environment_kvpress_is_told(
     monkeypatch.setattr(kvpress_rivals, "_workers", {})
     for rival in kvpress_rivals.rivals()[:2]:
         with pytest.raises(ValueError, match="no network"):
-            rival.read(stage, task, 0.5)
+            rival.read(reader, task, 0.5)
 
 
 def test_a_window_leaves_room_for_other_tokens() -> None:
@@ -390,29 +397,29 @@ def test_a_window_leaves_room_for_other_tokens() -> None:
 
 
 def test_a_dead_process_leaves_its_last_words(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text("import sys\nprint(sys.argv[1])\nsys.exit('out of memory')")
     monkeypatch.setattr(kvpress_rivals, "WORKER", worker)
     worker.write_text("import sys\nsys.exit('out of memory')")
     with pytest.raises(ValueError, match="ended: out of memory"):
-        kvpress_rivals.Worker(Path(sys.executable), stage)
+        kvpress_rivals.Worker(Path(sys.executable), reader)
 
 
 @pytest.mark.slow
 def test_kvpress_computes_with_the_same_weights(
-    stage: Stage, task: tasks.Task, full: Reading
+    reader: Reader, task: tasks.Task, full: Reading
 ) -> None:
     if not (packages.folder() / f"kvpress-{kvpress_rivals.VERSION}" / ".complete").exists():
         pytest.skip("the board has made no environment for kvpress here")
-    same = kvpress_rivals.pressed(stage, task, "none", {}, 0.0)
+    same = kvpress_rivals.pressed(reader, task, "none", {}, 0.0)
     assert np.max(scores_of(task, full.logits, same).kl) < 1e-4
     for rival in kvpress_rivals.rivals():
-        counted = rival.read(stage, task, 0.25).counted
-        assert 0.85 * 0.25 <= counted / plain(stage.model, P) <= 0.25, rival.name
+        counted = rival.read(reader, task, 0.25).counted
+        assert 0.85 * 0.25 <= counted / plain(reader.model, P) <= 0.25, rival.name
         # By itself the prompt is read anew, and nothing but the memory is another.
-        alone, both = (rival.read(stage, one, 0.25) for one in (task.row(0), task))
+        alone, both = (rival.read(reader, one, 0.25) for one in (task.row(0), task))
         assert np.array_equal(alone.logits[0], both.logits[0])
         assert both.peak is None
         assert alone.peak is not None
@@ -516,21 +523,21 @@ def test_caches_that_keep_every_token_are_measured_once() -> None:
     assert (whole.sized, grows.sized, grows.row(0).sized) == (8, 12, 12)
 
 
-def test_tasks_are_made_when_their_first_cell_comes(stage: Stage, tmp_path: Path) -> None:
+def test_tasks_are_made_when_their_first_cell_comes(reader: Reader, tmp_path: Path) -> None:
     """What a record holds is not made again, and RULER has a part of the bytes of its own."""
     sizes = Sizes(P, C, 1, 2, 2, (0.5, 0.25), ruler=1)
-    named = [plan.name for plan in plans_of(stage, sizes)]
+    named = [plan.name for plan in plans_of(reader, sizes)]
     texts_and_facts = ["texts", "speakers", "needles", "memory", "hard needles"]
     assert named[:6] == [*texts_and_facts, "RULER single 1"]
-    assert [plan.name for plan in plans_of(stage, sizes, ["hard", "vt"])] == [
+    assert [plan.name for plan in plans_of(reader, sizes, ["hard", "vt"])] == [
         "hard needles", "RULER vt",
     ]  # fmt: skip
     one = Plan("RULER x", lambda: pytest.fail("made"), share=0.3)
     (cell,) = (cell for cell, _ in cells_of("m", [one], [counting("a", [])], (0.5, 0.25)))
     assert cell.share == 0.3
     record = Record(tmp_path / "run.jsonl", {}, False)
-    record.add(Cell(stage.model_name, "RULER x", "a", 0.3), {"kl": []})
-    assert measure(stage, [one], [counting("a", [])], (0.5,), record, no_progress) == 0
+    record.add(Cell(reader.model_name, "RULER x", "a", 0.3), {"kl": []})
+    assert measure(reader, [one], [counting("a", [])], (0.5,), record, no_progress) == 0
 
 
 @pytest.mark.parametrize(

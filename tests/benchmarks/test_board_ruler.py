@@ -15,7 +15,7 @@ from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.ruler import KINDS, Sample
 from benchmarks.board.scores import scores_of
 from benchmarks.board.tables import lost, ruler_tables
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 
 LENGTH = 640
@@ -24,8 +24,8 @@ UNIT = 110
 
 
 @pytest.fixture(scope="module")
-def stage() -> Stage:
-    return Stage(EMBEDDED_MODEL, SAMPLE_TEXT.read_text(), "questions", 128)
+def reader() -> Reader:
+    return Reader(EMBEDDED_MODEL, SAMPLE_TEXT.read_text(), "questions", 128)
 
 
 def fetched() -> bool:
@@ -36,25 +36,25 @@ def fetched() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_holds_its_answers_and_has_its_length(kind: str, stage: Stage) -> None:
+def test_a_prompt_holds_its_answers_and_has_its_length(kind: str, reader: Reader) -> None:
     if not fetched():
         pytest.skip("lm-eval's generators are not in the cache folder: run `make board` once")
     state = random.getstate()
-    made = ruler.samples(kind, LENGTH, 2, 3, stage.encode)
+    made = ruler.samples(kind, LENGTH, 2, 3, reader.encode)
     assert random.getstate() == state
-    assert made == ruler.samples(kind, LENGTH, 2, 3, stage.encode)
+    assert made == ruler.samples(kind, LENGTH, 2, 3, reader.encode)
     assert made[0] != made[1]
-    assert made != ruler.samples(kind, LENGTH, 2, 4, stage.encode)
+    assert made != ruler.samples(kind, LENGTH, 2, 4, reader.encode)
     for sample in made:
         assert all(answer in sample.text for answer in sample.answers)
         assert not any(answer in sample.question for answer in sample.answers)
-    task = tasks.ruler_task(stage, kind, LENGTH, 2)
+    task = tasks.ruler_task(reader, kind, LENGTH, 2)
     assert task.parts is not None
     for i, length in enumerate(task.lengths):
         whole = len(task.prompts[i]) + length
         assert LENGTH - UNIT <= whole <= LENGTH
-        said = [stage.tokenizer.decode(task.continuations[i][a:b]) for a, b in task.parts[i]]
-        drawn = ruler.samples(kind, LENGTH - len(stage.first), 2, stage.seed, stage.encode)
+        said = [reader.tokenizer.decode(task.continuations[i][a:b]) for a, b in task.parts[i]]
+        drawn = ruler.samples(kind, LENGTH - len(reader.first), 2, reader.seed, reader.encode)
         assert [one.strip() for one in said] == list(drawn[i].answers)
 
 

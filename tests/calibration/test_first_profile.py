@@ -12,9 +12,8 @@ from mlx_h2o._utils import progress
 from mlx_h2o.budgets import profile_store
 from mlx_h2o.calibration.first_use import profile_at_load
 from mlx_h2o.cli import main, parser
-from mlx_h2o.cli.compare import arms_of
-from mlx_h2o.cli.evaluate import contenders_of
-from mlx_h2o.evaluate.tuning import tuned_contenders
+from mlx_h2o.cli.evaluate import methods_of
+from mlx_h2o.evaluate.tuning import tuned_methods
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.recorder import Watcher, require_weighable, watched
 from mlx_h2o.serve.model import ServedModel
@@ -234,20 +233,17 @@ def test_a_terminal_gets_a_bar(capsys, monkeypatch):
     assert "measuring" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["compare", "evaluate", "tune"])
+@pytest.mark.parametrize("command", ["evaluate --preset compare", "evaluate", "tune"])
 def test_the_measuring_commands_can_refuse_it(command):
     """Each of their caches that would have a model measured is told not to, and says so."""
     for given, profile in (([], "first use"), (["--profile", "never"], "never")):
-        args = parser().parse_args([command, *given])
-        if command == "compare":
-            arms = arms_of(args)
-        elif command == "evaluate":
-            arms = [contender.arm for contender in contenders_of(args)]
+        args = parser().parse_args([*command.split(), *given])
+        if command == "tune":
+            methods = tuned_methods(args.policies, args.bits, args.shares, args.profile)
         else:
-            made = tuned_contenders(args.policies, args.bits, args.shares, args.profile)
-            arms = [contender.arm for contender in made]
-        ours = [arm for arm in arms if arm.by_bytes]
-        assert ours
-        for arm in ours:
-            assert arm.model_settings(64).measures == profile
-            assert ("profile never" in arm.described()) == bool(given)
+            methods = methods_of(args)
+        ours = [method for method in methods if method.policy and "bits" in method.described()]
+        assert any("bits by bytes" in method.described() for method in ours)
+        for method in ours:
+            assert method.model_settings().measures == profile
+            assert ("profile never" in method.described()) == bool(given)

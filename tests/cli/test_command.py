@@ -33,7 +33,7 @@ def no_model(monkeypatch):
         raise AssertionError("the model was loaded before the options were checked")
 
     monkeypatch.setattr("mlx_h2o.cli.options.load", load)
-    monkeypatch.setattr("mlx_h2o.evaluate.comparison.load", load)
+    monkeypatch.setattr("mlx_h2o.evaluate.reader.load", load)
     monkeypatch.setattr("benchmarks.__main__.load", load)
 
 
@@ -97,10 +97,10 @@ def refusal(options, capsys, after_work=False):
         ([*PROMPT, "--set", "age_weight=nan"], "age_weight must be a finite number; got nan"),
         ([*PROMPT, "--set", "sonk=1"], "has no setting sonk"),
         ([*PROMPT, "--budgets", "nowhere.json"], "Cannot read the profile nowhere.json"),
-        (["compare", "--policies", "h2p"], "Unknown policy 'h2p'"),
-        (["compare", "--policies", "h2o:sink=two"], "sink must be a whole number; got 'two'"),
-        (["compare", "--budgets", "nowhere.json"], "Cannot read the profile nowhere.json"),
-        (["compare", "--out", "file"], "--out: cannot write into file"),
+        (["evaluate", "--policies", "h2p"], "Unknown policy 'h2p'"),
+        (["evaluate", "--policies", "h2o:sink=two"], "sink must be a whole number; got 'two'"),
+        (["evaluate", "--budgets", "nowhere.json"], "Cannot read the profile nowhere.json"),
+        (["evaluate", "--out", "file"], "--out: cannot write into file"),
         (["benchmarks", "--only", "model", "--out", "file"], "--out: cannot write into file"),
         (["calibrate", "--out", "no/such/folder/p.json"], "--out: there is no folder"),
         (["calibrate", "--show", "3"], "--show must be at least 12; got 3"),
@@ -124,7 +124,7 @@ def test_a_folder_where_nothing_can_be_written_is_refused(no_model, capsys):
     assert "cannot write" in refusal(["calibrate", "--out", f"{folder}/p.json"], capsys)
 
 
-@pytest.mark.parametrize("command", ["compare", "benchmarks"])
+@pytest.mark.parametrize("command", ["evaluate", "benchmarks"])
 def test_a_missing_matplotlib_is_told_first(command, no_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # import fails
     assert "pip install 'mlx-h2o[plots]'" in refusal([command, "--out", str(tmp_path)], capsys)
@@ -269,14 +269,19 @@ CELLS = ["distinct:recent=0.25:evict_every=8, uniform, no remainder", "1,234,567
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 200])
 @pytest.mark.parametrize("terminal", [False, True], ids=["piped", "terminal"])
 def test_no_name_and_no_figure_is_cut(width, terminal, table, monkeypatch, capsys):
+    """A narrow terminal gets fewer columns, and a line that names the others."""
+    table_columns = [column.header for column in table.columns]
+
     def console(**options):
         return Console(**{"width": width, "force_terminal": terminal, **options})
 
     monkeypatch.setattr(tables, "Console", console)
     tables.show(table)
     printed = capsys.readouterr().out
-    for cell in CELLS:
-        assert cell in printed
+    shown, _, dropped = printed.partition("Left out for want of width: ")
+    for column, cell in zip(table_columns, CELLS, strict=True):
+        assert (cell in shown) is (column not in dropped), (column, printed)
+    assert bool(dropped) is (terminal and width < 90)
     assert "…" not in printed
     if not terminal:
         assert printed.isascii()

@@ -2,9 +2,9 @@
 
 from mlx_h2o.cli import demo, main
 from mlx_h2o.cli.options import default_model
-from mlx_h2o.evaluate.arms import FULL, WINDOW, Arm
-from mlx_h2o.evaluate.planting import demo_arms, plant_and_ask
-from mlx_h2o.evaluate.recall import recall_task
+from mlx_h2o.evaluate.facts import recall_task
+from mlx_h2o.evaluate.methods import FULL, WINDOW, Method
+from mlx_h2o.evaluate.planting import demo_methods, plant_and_ask
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 
@@ -22,8 +22,8 @@ def test_without_a_network_the_embedded_model_is_asked(tmp_path, monkeypatch, ca
     shown = capsys.readouterr()
     assert "no network here" in shown.err
     assert f"Going on with {EMBEDDED_MODEL}" in shown.err
-    for arm in demo_arms(demo.OURS_BY_BYTES):
-        assert arm.name in shown.out
+    for method in demo_methods(demo.DEFAULT):
+        assert method.label in shown.out
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert main(["demo", "--model", demo_model.NAME]) == 2
     assert main(["demo", "--prompts", "0"]) == 2
@@ -37,9 +37,8 @@ def test_answers_are_the_models_own_and_the_bytes_are_counted():
     full, window = plant_and_ask(
         model,
         tokenizer,
-        [Arm(FULL), Arm(WINDOW)],
+        [Method(FULL), Method(WINDOW, tokens=24)],
         task,
-        max_size=24,
         prefill=280,
         chunk=8,
         progress=lambda done, whole: steps.append((done, whole)),
@@ -56,4 +55,4 @@ def test_answers_are_the_models_own_and_the_bytes_are_counted():
 
 
 def test_ours_comes_last():
-    assert demo_arms(demo.OURS_BY_BYTES)[-1] is demo.OURS_BY_BYTES
+    assert demo_methods(demo.DEFAULT)[-1] is demo.DEFAULT

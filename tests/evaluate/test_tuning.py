@@ -3,24 +3,31 @@
 import json
 import math
 
+import mlx.core as mx
 import pytest
 
 import mlx_h2o
 from mlx_h2o.cli import main
 from mlx_h2o.cli.tune import allowed
-from mlx_h2o.evaluate.tuning import choices, line_of_code, recommended, tuned_contenders
+from mlx_h2o.evaluate.equal_bytes import bytes_of
+from mlx_h2o.evaluate.evaluation import Evaluation
+from mlx_h2o.evaluate.measures import PerplexityMeasure
+from mlx_h2o.evaluate.methods import FULL, sized
+from mlx_h2o.evaluate.reader import Reader
+from mlx_h2o.evaluate.tuning import answer_of, choices, recommended, tuned_methods
+from mlx_h2o.loading.load import SAMPLE_TEXT
 
 
 def made_of(losses, spread=0.0):
-    """Choices of the given losses, one for each contender, larger caches first."""
-    contenders = tuned_contenders(["salient"], [16], [0.5, 0.25, 0.125])
+    """Choices of the given losses, one for each method, larger caches first."""
+    methods = tuned_methods(["salient"], [16], [0.5, 0.25, 0.125])
     full = {"nll": [1.0, 2.0, 3.0], "nbytes": 1000}
-    found = []
-    for contender, loss in zip(contenders[1:], losses, strict=True):
+    results = []
+    for method, loss in zip(methods[1:], losses, strict=True):
         shift = math.log(1 + loss)
         nll = [nll + shift + d for nll, d in zip(full["nll"], (-spread, 0, spread), strict=True)]
-        found.append((contender, {"nll": nll, "nbytes": int(1000 * contender.share)}))
-    return choices([(contenders[0], full), *found])
+        results.append((method, {"nll": nll, "nbytes": int(1000 * method.share)}))
+    return choices([(methods[0], full), *results])
 
 
 def test_the_smallest_within_the_loss_is_recommended():
@@ -48,16 +55,47 @@ def test_surely_asks_the_interval():
 def test_the_line_of_code_makes_what_was_measured(bits):
     """Evaluated as it is printed, it makes caches of the same settings, policy and widths."""
     model, _ = mlx_h2o.load("builtin:recall-4m")
-    for contender in tuned_contenders(["salient", "h2o:recent=0.3"], [bits], [0.5])[1:]:
-        choice = next(c for c in made_of([0.0] * 6))
-        choice = type(choice)(contender, 0.0, (0.0, 0.0), 1, 0.5)
-        line = line_of_code(choice, 512)
-        names = {"mlx_h2o": mlx_h2o, "model": model}
-        exec(line, names)
-        made, measured = names["cache"], contender.make(model, 512)
-        for one, other in zip(made, measured, strict=True):
+    ours = tuned_methods(["salient", "h2o:recent=0.3"], [bits], [0.5])[1:]
+    for method in [*ours, *sized(ours[:1], tokens=[200])]:
+        for one, other in zip(made_by(method, model, 512), method.make(model, 512), strict=True):
             assert one.policy == other.policy
             assert str(one.packing) == str(other.packing)
+            assert one.budgets == other.budgets
+
+
+def made_by(method, model, tokens):
+    """What a printed line makes."""
+    names = {"mlx_h2o": mlx_h2o, "model": model}
+    exec(method.code(model, tokens), names)
+    return names["cache"]
+
+
+def test_printed_bytes_are_those_of_the_printed_line():
+    """On the same text, for every row of the table."""
+    reader = Reader("builtin:recall-4m", SAMPLE_TEXT.read_text(), "questions", 128)
+    measure = PerplexityMeasure(samples=2, length=512, prefill=448)
+    methods = tuned_methods(["salient"], [16, 6], [0.5, 0.125])
+    evaluation = Evaluation(reader, methods, [measure])
+    evaluation.run()
+    assert evaluation.refusals() == []
+    tokens = mx.array([[*reader.first, *reader.tokens[:511]]])
+    full = evaluation.results["perplexity"][FULL]["nbytes"]
+    for choice in choices(evaluation.results_of(measure)):
+        cache = made_by(choice.method, reader.model, 512)
+        for first, end in ((0, 448), *((i, i + 1) for i in range(448, 511))):
+            mx.eval(reader.model(tokens[:, first:end], cache=cache))
+        nbytes = sum(entry.nbytes for entry in cache)
+        assert choice.nbytes == pytest.approx(nbytes, rel=0.01), choice.method.name
+        assert bytes_of(cache) == nbytes
+        assert choice.share == choice.nbytes / full <= choice.method.share
+        assert choice.share > 0.7 * choice.method.share, choice.method.name
+
+
+def test_the_answer_is_a_sentence():
+    chosen = made_of([0.001, 0.002, 0.004, 0.02, 0.05, 0.03])[2]
+    assert answer_of(chosen, 0.01, "your text").startswith("On your text ")
+    assert "+0.40 %" in answer_of(made_of([0.004] * 6)[0], 0.01, "your text")
+    assert "allow more bytes" in answer_of(None, 0.01, "your text")
 
 
 @pytest.mark.parametrize(("text", "loss"), [("1%", 0.01), ("0.02", 0.02), ("0", 0.0)])
@@ -71,8 +109,7 @@ def test_no_losses(text):
         allowed(text)
 
 
-def test_the_command_recommends_a_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mlx_h2o.evaluate.suite.cores", lambda: 0)
+def test_the_command_recommends_a_line(tmp_path, capsys):
     sizes = (
         "--model builtin:recall-4m --samples 2 --tokens 64 --prefill 16 --shares 1/2 --bits 16 "
         "--loss 90%"

@@ -13,11 +13,10 @@ import mlx_h2o
 from covering import covering
 from mlx_h2o import H2OKVCache, Policy, load_prompt_cache, make_policy, save_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
-from mlx_h2o.cli import main
-from mlx_h2o.cli import turns as turns_command
 from mlx_h2o.engine.pins_and_turns import checked_carry
-from mlx_h2o.evaluate.turns import known_at_last, turns_task
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.evaluate.measures import TurnMeasure
+from mlx_h2o.evaluate.methods import FULL, WINDOW, Method
+from mlx_h2o.evaluate.reader import Reader, no_progress
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
@@ -180,13 +179,17 @@ def test_a_document_in_mid_conversation_is_scored_as_a_prompt():
         assert mass.sum().item() == pytest.approx(16, rel=1e-4)
 
 
+TURNS = TurnMeasure(
+    conversations=4, turns=6, turn=72, asked_after=(6,), carries=(1.0, 0.0), pinned=True
+)
+
+
 @pytest.fixture(scope="module")
 def conversations():
-    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
-    task = turns_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=4, tokens=420, seed=3)
-    full = known_at_last(model, lambda: stock_caches(model), task)
+    reader = Reader("builtin:recall-4m", SAMPLE_TEXT.read_text(), "questions", 36, seed=3)
+    full = TURNS.of(reader, Method(FULL), no_progress)["carry 1"]["fact"]["6"]
     assert sum(full) >= 3
-    return model, task, full
+    return reader, full
 
 
 QUICK = ("salient",)
@@ -205,53 +208,30 @@ QUICK = ("salient",)
 )
 def test_a_fact_of_turn_one_in_turn_six(conversations, policy):
     """Pinned it is known as the full cache knows it, by every policy at the same budget."""
-    model, task, full = conversations
-
-    def make():
-        return mlx_h2o.make_prompt_cache(model, 120, policy=policy, budgets="uniform", recent=0.25)
-
-    known = {
-        "carry": known_at_last(model, make, task, carry=1.0),
-        "reset": known_at_last(model, make, task, carry="reset"),
-        "pinned": known_at_last(model, make, task, carry=0.5, pinned=True),
-    }
-    assert sum(known["pinned"]) >= sum(full) - 1
-    assert sum(known["pinned"]) >= max(sum(known["carry"]), sum(known["reset"]))
+    reader, full = conversations
+    settings = (("recent", 0.25), ("bits", 16))
+    method = Method(policy, policy, budgets="uniform", settings=settings, tokens=120)
+    result = TURNS.of(reader, method, no_progress)
+    known = {way: sum(of_way["fact"]["6"]) for way, of_way in result.items()}
+    assert known["pinned"] >= sum(full) - 1
+    assert known["pinned"] >= max(known["carry 1"], known["carry 0"])
 
 
-def test_the_command_goes_on_where_it_was_broken_off(monkeypatch, capsys, tmp_path):
-    """What was asked is not asked again."""
-    monkeypatch.setattr(turns_command, "ARMS", turns_command.ARMS[:3])
-    asked, most = [], 3
-
-    def asking(model, make, task, **way):
-        if len(asked) == most:
-            raise KeyboardInterrupt
-        asked.append(way)
-        return [len(asked) % 2 == 0]
-
-    monkeypatch.setattr(turns_command, "known_at_last", asking)
-    command = "turns --model builtin:recall-4m --prompts 1 --markdown".split()
-    assert main(command) == 130
-    (file,) = (tmp_path / "unfinished" / "evaluations").iterdir()
-    assert f"3 of 5 measurements are in {file}" in capsys.readouterr().err
-    most = 5
-    assert main(command) == 0
-    out, told = capsys.readouterr()
-    assert "Going on after 3 of 5 measurements" in told
-    assert len(asked) == 5
-    rows = [line.strip("|").split("|")[1:] for line in out.strip().splitlines()[-3:]]
-    assert [" ".join(cell.strip() for cell in row) for row in rows] == [
-        "0/1 - -", "1/1 - -", "0/1 1/1 0/1",
+def test_caches_without_turns_hold_each_conversation_once(conversations):
+    reader, _ = conversations
+    small = TurnMeasure(conversations=1, turns=2, turn=72, asked_after=(2,), pinned=True)
+    window = small.of(reader, Method(WINDOW, tokens=64), no_progress)
+    assert list(window) == ["carry 1"]
+    full = (Method(FULL), small.of(reader, Method(FULL), no_progress))
+    ours = (Method("ours", "salient", tokens=64), {**window, "pinned": window["carry 1"]})
+    fact, _ = small.section([full, ours]).tables
+    assert fact.columns == ("cache", "way", "after turn 2") or fact.columns[1] == "way"
+    assert [row[:2] for row in fact.rows] == [
+        (FULL, "carry 1"), ("ours, 64 tokens", "carry 1"), ("ours, 64 tokens", "pinned"),
     ]  # fmt: skip
-    assert not file.exists()
 
 
-def test_turns_begin_where_the_task_says(conversations):
-    _, task, _ = conversations
-    assert len(task.turns) == 6
-    assert task.turns[0] == 0
-    for first, end in task.facts:
-        assert 0 < first < end <= task.turns[1]
+@pytest.mark.parametrize("sizes", [{"asked_after": (9,)}, {"carries": ()}])
+def test_turns_that_cannot_be_asked_are_refused(sizes):
     with pytest.raises(ValueError, match="turns"):
-        turns_task(None, "", prompts=1, tokens=10, turns=1)
+        TurnMeasure(**sizes)

@@ -115,9 +115,9 @@ def test_a_model_that_asks_mlx_lm_for_its_parts_caches_is_bounded_once(installed
 
 
 def test_what_our_own_package_calls_a_full_cache_stays_full(installed, loaded):
-    from mlx_h2o.evaluate.arms import FULL, Arm
+    from mlx_h2o.evaluate.methods import FULL, Method
 
-    assert kinds(Arm(FULL).make(loaded[0], 64)) == {mlx_lm_cache.KVCache}
+    assert kinds(Method(FULL).make(loaded[0], 64)) == {mlx_lm_cache.KVCache}
 
 
 @pytest.mark.parametrize(

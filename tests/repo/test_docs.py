@@ -73,8 +73,7 @@ def test_readme_shows_python():
 
 @pytest.mark.parametrize(
     "command",
-    "generate chat serve compress describe evaluate tune turns "
-    "compare calibrate inspect benchmarks".split(),
+    "generate chat serve compress describe evaluate tune calibrate inspect benchmarks".split(),
 )
 def test_options_in_the_docs_exist(command, capsys):
     """Every option that a page gives to a command is one that it takes."""

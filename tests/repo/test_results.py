@@ -22,7 +22,7 @@ OWN_POLICIES = {
 }
 BLOCKS = [block for page in results["PAGES"] for block in blocks_of(page)]
 DATED = re.compile(r"^Printed \d{4}-\d\d-\d\d at commit [0-9a-f]{7,}[,;].* BLAS", re.MULTILINE)
-EXAMPLE = "compare --samples 2"
+EXAMPLE = "evaluate --preset compare --size perplexity.samples=2"
 # A table outside of a block: the paragraph before it says so, and when.
 BY_HAND = re.compile(
     r"gathered by hand, \d{4}-\d\d-\d\d[^\n]*\n\n<!-- by hand -->\n\n(?:^\|.*\n)+", re.MULTILINE
@@ -87,14 +87,14 @@ def block_of(command, **settings):
 
 def test_a_changed_default_is_told(monkeypatch):
     now = block_of(f"mlx_h2o {EXAMPLE}").settings_now()
-    assert now["samples"] == "2"
-    assert now["tokens"] == "640"
+    assert "samples=2" in now["perplexity"]
+    assert now["chunk"] == "256"
     assert block_of(f"mlx_h2o {EXAMPLE}", **now).differences() == []
-    then = {**now, "tokens": "512", "gone": "1"}
-    ours = "salient, 16 bits"
+    then = {**now, "chunk": "512", "gone": "1"}
+    ours = "mlx-h2o:bits=16"
     then[ours] = now[ours].replace("recent=0.25", "recent=0.1")
     told = block_of(f"mlx_h2o {EXAMPLE}", **then).differences()
-    assert [line.split(":")[0] for line in told] == ["gone", ours, "tokens"]
+    assert [line.split(": ")[0] for line in told] == ["chunk", "gone", ours]
     demo = block_of("mlx_h2o demo").settings_now()
     assert demo["model"] == "smollm2-135m"
     monkeypatch.setattr("mlx_h2o.cli.demo.MAX_SIZE", 64)
@@ -103,7 +103,7 @@ def test_a_changed_default_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["mlx_h2o compare --sample-size 3", "mlx_h2o compare --equal x"]
+    "command", ["mlx_h2o evaluate --sample-size 3", "mlx_h2o evaluate --preset x"]
 )
 def test_a_command_that_no_longer_parses_fails(command):
     with pytest.raises(SystemExit):
@@ -118,24 +118,24 @@ def test_no_other_program_is_run():
 def test_a_block_is_read_as_it_was_written(tmp_path):
     page = tmp_path / "page.md"
     first = block_text("mlx_h2o demo", "title\n\n| a | b |\n|---|---|\n| 1 |   |\n\nPrinted")
-    page.write_text(f"before\n\n{first}\nbetween\n{block_text('mlx_h2o compare', 'old')}\n")
-    demo, compare = blocks_of(page)
-    assert (demo.command, compare.command) == ("mlx_h2o demo", "mlx_h2o compare")
-    assert (demo.settings, compare.settings, compare.body) == ({}, {}, "\nold\n")
+    page.write_text(f"before\n\n{first}\nbetween\n{block_text('mlx_h2o evaluate', 'old')}\n")
+    demo, evaluate = blocks_of(page)
+    assert (demo.command, evaluate.command) == ("mlx_h2o demo", "mlx_h2o evaluate")
+    assert (demo.settings, evaluate.settings, evaluate.body) == ({}, {}, "\nold\n")
     settings = {"a": "1 = one", "b, c": "x(y=2)"}
     record = record_for(Block(page, demo.command, settings, demo.body))
     assert record["tables"] == [{"title": "title", "columns": ["a", "b"], "rows": [["1", ""]]}]
     results["write_records"](
-        page, {"mlx_h2o compare": record_for(compare), "mlx_h2o demo": record, "gone": {}}
+        page, {"mlx_h2o evaluate": record_for(evaluate), "mlx_h2o demo": record, "gone": {}}
     )
-    assert list(records_of(page)) == ["mlx_h2o demo", "mlx_h2o compare"]
+    assert list(records_of(page)) == ["mlx_h2o demo", "mlx_h2o evaluate"]
     assert next(blocks_of(page)).settings == settings
 
 
 def test_one_block_is_printed_anew(tmp_path, monkeypatch):
     """Its table, date, commit, BLAS and settings; the rest of the page stays."""
     page = tmp_path / "page.md"
-    command = "mlx_h2o compare --samples 1 --tokens 40 --prefill 30 --prompts 0 --policies"
+    command = "mlx_h2o evaluate --preset compare --measures perplexity --policies"
     page.write_text(f"{block_text(command, 'old')}\n\n{block_text('mlx_h2o demo', 'another')}\n")
     results["write_records"](page, {b.command: record_for(b) for b in blocks_of(page)})
     scope = results["main"].__globals__
@@ -148,14 +148,14 @@ def test_one_block_is_printed_anew(tmp_path, monkeypatch):
         return table if "--markdown" in command else "abcdef0\n"
 
     monkeypatch.setitem(scope, "_output_of", output_of)
-    monkeypatch.setattr(sys, "argv", ["results.py", "mlx_h2o compare"])
+    monkeypatch.setattr(sys, "argv", ["results.py", "mlx_h2o evaluate"])
     results["main"]()
     assert len(said) == 2
     fresh, same = blocks_of(page)
     assert table.strip() in fresh.body
     assert "at commit abcdef0; BLAS: " in fresh.body
     assert DATED.search(fresh.body)
-    assert fresh.settings["prefill"] == "30"
+    assert "prefill=128" in fresh.settings["perplexity"]
     assert fresh.differences() == []
     assert records_of(page)[command] == record_for(fresh)
     assert records_of(page)[command]["commit"] == "abcdef0"

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import mlx_h2o
 from mlx_h2o.evaluate.page import page as report_page
-from mlx_h2o.evaluate.sections import Curves, Rows, Section
+from mlx_h2o.evaluate.report import Curves, Rows, Section
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.sampling import SamplingDefaults

@@ -12,7 +12,7 @@ import pytest
 from mlx_h2o import H2OKVCache, Profile, Spill, load, make_prompt_cache
 from mlx_h2o.budgets.plan import FEWEST_CHOICES
 from mlx_h2o.budgets.profile import FILE_NAME
-from mlx_h2o.evaluate.recall import recall_task
+from mlx_h2o.evaluate.facts import recall_task
 from mlx_h2o.loading.load import CALIBRATION_TEXT, EMBEDDED_MODEL, MODELS
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of

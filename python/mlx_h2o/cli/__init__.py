@@ -18,7 +18,7 @@ INTERRUPTED, TERMINATED = 130, 143
 BROKEN_PIPE = 141
 EXAMPLES = """examples:
   mlx_h2o generate --prompt "The house stood on the cliff, and" --max-kv-size 64
-  mlx_h2o compare --max-kv-size 128
+  mlx_h2o evaluate --quick
   mlx_h2o inspect --out inspect.html
 
 Without --model they use SmolLM2-135M, fetched once. `mlx_h2o COMMAND --help` explains each."""
@@ -92,7 +92,6 @@ def parser() -> Parser:
     from mlx_h2o.cli import (
         calibrate,
         chat,
-        compare,
         compress,
         demo,
         describe,
@@ -105,7 +104,6 @@ def parser() -> Parser:
         serve,
         sessions,
         tune,
-        turns,
     )
 
     made = Parser(
@@ -123,10 +121,8 @@ def parser() -> Parser:
         serve,
         sessions,
         compress,
-        compare,
         evaluate,
         tune,
-        turns,
         calibrate,
         inspect,
         describe,

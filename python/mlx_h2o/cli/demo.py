@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +16,9 @@ from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.cli.options import named_options, settle_model
 from mlx_h2o.cli.tables import show
-from mlx_h2o.evaluate.arms import OURS, Arm
-from mlx_h2o.evaluate.planting import ANSWER_TOKENS, Answers, demo_arms, draw, plant_and_ask
-from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS, Form, recall_task
+from mlx_h2o.evaluate.facts import CLOZE, QUESTIONS, Form, recall_task
+from mlx_h2o.evaluate.methods import OURS, Method
+from mlx_h2o.evaluate.planting import ANSWER_TOKENS, Answers, demo_methods, draw, plant_and_ask
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 
@@ -27,8 +28,8 @@ PROMPTS, TOKENS, PREFILL, CHUNK = 6, 512 - ANSWER_TOKENS, 96, 16
 #: The tokens whose bytes a bounded cache gets: a quarter of the full cache's.
 MAX_SIZE = 128
 
-# The default: bits and slots chosen by the model's own profile.
-OURS_BY_BYTES = Arm(OURS, DEFAULT_POLICY, by_bytes=True)
+# Bits and slots are chosen by the model's own profile.
+DEFAULT = Method(OURS, DEFAULT_POLICY)
 FORM: dict[str, Form] = {demo_model.NAME: CLOZE, EMBEDDED_MODEL: QUESTIONS}
 
 
@@ -53,8 +54,8 @@ def add_parser(commands: Any) -> None:
 def settings(args: argparse.Namespace) -> dict[str, str]:
     """The options and defaults on which figures depend, by name, if the real model is available."""
     sizes = {"tokens": TOKENS, "prefill": PREFILL, "chunk": CHUNK, "max_size": MAX_SIZE}
-    arms = {arm.name: arm.described() for arm in demo_arms(OURS_BY_BYTES)}
-    described = {name: str(value) for name, value in sizes.items()} | arms
+    methods = {method.label: method.described() for method in demo_methods(DEFAULT)}
+    described = {name: str(value) for name, value in sizes.items()} | methods
     return named_options(args) | described
 
 
@@ -78,9 +79,8 @@ def run(args: argparse.Namespace) -> None:
         results = plant_and_ask(
             model,
             tokenizer,
-            demo_arms(OURS_BY_BYTES),
+            [replace(method, tokens=MAX_SIZE) for method in demo_methods(DEFAULT)],
             task,
-            max_size=MAX_SIZE,
             prefill=PREFILL,
             chunk=CHUNK,
             progress=bar,
@@ -111,7 +111,7 @@ def table(results: list[Answers], title: str, wanted: str) -> Table:
     rows.add_column(f"its first answer ({wanted})")
     for result in results:
         rows.add_row(
-            result.arm,
+            result.method,
             f"{result.nbytes:,}",
             f"{result.nbytes / results[0].nbytes:.0%}",
             f"{sum(result.right)}/{len(result.right)}",

@@ -1,8 +1,9 @@
-"""`mlx_h2o evaluate`: the cost of a part of the cache's bytes, on your model and your text."""
+"""`mlx_h2o evaluate`: the cost of a share of the cache's bytes, on your model and your text."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from mlx_h2o._utils import checks
 from mlx_h2o._utils.blas import advice
 from mlx_h2o._utils.files import require_folder, write_kept
 from mlx_h2o._utils.plotting import drawing
-from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
+from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.cli.options import (
     add_model_option,
     add_profile_option,
@@ -21,97 +22,60 @@ from mlx_h2o.cli.options import (
     settle_model,
     typed,
 )
-from mlx_h2o.cli.report_table import run_table
-from mlx_h2o.cli.tables import show
-from mlx_h2o.evaluate.contenders import SHARES, Contender, contenders
-from mlx_h2o.evaluate.grid import at_a_glance
+from mlx_h2o.cli.tables import machine_line, rich_table, show
+from mlx_h2o.evaluate.evaluation import Evaluation, sizes_of
+from mlx_h2o.evaluate.facts import FORMS
 from mlx_h2o.evaluate.measures import MEASURES, Measure
+from mlx_h2o.evaluate.methods import FULL, Method, default_methods, sized
 from mlx_h2o.evaluate.page import page
-from mlx_h2o.evaluate.presets import QUICK_SHARES, left_out, measures
-from mlx_h2o.evaluate.recall import FORMS
-from mlx_h2o.evaluate.report_tables import HEADLINE_SAMPLES, tables
-from mlx_h2o.evaluate.stage import Stage
-from mlx_h2o.evaluate.suite import FILE_NAME, Evaluation, Suite, sizes_of
+from mlx_h2o.evaluate.presets import PRESETS, chosen_measures, smaller_sizes
+from mlx_h2o.evaluate.reader import Reader
+from mlx_h2o.evaluate.report import Section
+from mlx_h2o.evaluate.summary import answer_of, at_a_glance
+from mlx_h2o.loading.demo_model import cache_folder
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 
-PAGE_NAME = "evaluation.html"
+FILE_NAME, PAGE_NAME = "evaluation.json", "evaluation.html"
 #: Tokens of a prompt that are read at once.
 CHUNK = 256
-#: Samples of a quick table.
-QUICK_SAMPLES = 2
 
 
 def add_parser(commands: Any) -> None:
     """Add `evaluate` to the command's subparsers."""
     parser = commands.add_parser(
         "evaluate",
-        help="find out what a part of the cache costs, on your model and text",
+        help="find out what a share of the cache costs, on your model and text",
         description="Perplexity with intervals, recall of needles, RULER's tasks, turns, long "
         "answers, speed and memory: of mlx-lm's full cache, sliding window and packed caches, of "
         "mlx-h2o's, and of any policies, each in the same bytes. Ctrl-C keeps what is done.",
     )
-    add_stage_options(parser)
+    add_reader_options(parser)
+    presets = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="full", help=f"{presets} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quick", dest="preset", action="store_const", const="quick", help="--preset quick"
+    )
     parser.add_argument(
         "--measures", nargs="+", choices=MEASURES, default=[], metavar="NAME",
         help=f"only these: {', '.join(MEASURES)}",
-    )  # fmt: skip
-    _add_caches(parser)
-    parser.add_argument(
-        "--table", type=int, choices=sorted(tables()), metavar="N",
-        help="instead: a sweep of the AtomGradient report beside its own figures, where they are "
-        "known: 0 (its headline), 4 (budget split), 7 (KV size), 8 (sequence length), 9 (stress), "
-        "10 to 12 (bits), 14 (entropy by layer, and slots by it)",
     )  # fmt: skip
     parser.add_argument(
         "--size", action="append", default=[], metavar="MEASURE.FIELD=VALUE",
         help="another size of a measure, e.g. needles.lengths=512,1024 or perplexity.samples=20",
     )  # fmt: skip
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer and shorter samples, and only a quarter of the bytes: minutes",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR",
-        help=f"write {FILE_NAME} (as it goes on) and {PAGE_NAME}, one page that opens offline",
-    )  # fmt: skip
+    _add_methods(parser)
     parser.add_argument(
         "--grid", action="store_true",
-        help="print a figure for each cache and part of the bytes, instead of all tables",
+        help="print a figure for each cache and size, instead of all tables",
     )  # fmt: skip
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the same evaluation from --out, or fail",
-    )
-    parser.add_argument(
-        "--anew", action="store_true", help="measure everything, whatever was left unfinished"
-    )
-    style = parser.add_mutually_exclusive_group()
-    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    add_run_options(parser)
     parser.set_defaults(run=run, settings=settings)
 
 
-def _add_caches(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose caches."""
-    parser.add_argument(
-        "--shares", nargs="+", type=typed(share_of, "a part such as 0.25 or 1/4"), metavar="PART",
-        help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--policies", nargs="*", default=[], metavar="NAME[:FIELD=VALUE...]",
-        help="policies to add, e.g. h2o keydiff:recent=64 salient:bits=6:remainder=false; there "
-        f"are {', '.join(policy_names())}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--budgets", metavar="FILE", help='a profile, or "uniform" (default: the model\'s own)'
-    )
-    add_profile_option(parser)
-
-
-def add_stage_options(parser: argparse.ArgumentParser) -> None:
+def add_reader_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for model, text, form of facts, chunk and seed."""
     add_model_option(parser)
     parser.add_argument(
@@ -132,6 +96,50 @@ def add_stage_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_methods(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose caches."""
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--shares", nargs="+", type=typed(share_of, "a part such as 0.25 or 1/4"), metavar="PART",
+        help="shares of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4)",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--max-kv-size", nargs="+", type=int, metavar="N",
+        help="instead: tokens whose bytes, in a 16-bit model, the caches get",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policies", nargs="*", metavar="NAME[:FIELD=VALUE...]",
+        help="policies to add, e.g. h2o keydiff:recent=64 salient:bits=6:remainder=false, or "
+        "mlx-h2o:bits=8 for the default with other settings; there are "
+        f"{', '.join(policy_names())}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME",
+        help="measure only the full cache, and those whose names begin with NAME",
+    )  # fmt: skip
+    parser.add_argument(
+        "--budgets", metavar="FILE", help='a profile, or "uniform" (default: the model\'s own)'
+    )
+    add_profile_option(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for output, and for going on."""
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help="write the figures as they come, and one page that opens offline",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the same work from --out, or fail"
+    )
+    parser.add_argument(
+        "--anew", action="store_true", help="measure everything, whatever was left unfinished"
+    )
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+
+
 def share_of(text: str) -> float:
     """0.25, 25% or 1/4 as a number.
 
@@ -146,7 +154,7 @@ def share_of(text: str) -> float:
     return number
 
 
-def stage_of(args: argparse.Namespace) -> Stage:
+def reader_of(args: argparse.Namespace) -> Reader:
     """The model and text that the options name.
 
     Raises:
@@ -157,7 +165,7 @@ def stage_of(args: argparse.Namespace) -> Stage:
     text = plain_text(args.text)
     model = settle_model(args)
     facts = args.facts or ("questions" if model == EMBEDDED_MODEL else "cloze")
-    return Stage(model, text, facts, args.chunk, args.seed)
+    return Reader(model, text, facts, args.chunk, args.seed)
 
 
 def plain_text(path: Path) -> str:
@@ -184,85 +192,179 @@ def plain_text(path: Path) -> str:
     return "\n\n".join(pieces)
 
 
-def suite_of(args: argparse.Namespace) -> Suite:
-    """The evaluation that the options describe."""
-    return Suite(stage_of(args), contenders_of(args, args.budgets), measures_of(args))
+def methods_of(args: argparse.Namespace, budgets: str | None = None) -> list[Method]:
+    """The caches, with every size.
 
-
-def contenders_of(args: argparse.Namespace, budgets: str | None = None) -> list[Contender]:
-    """The caches, with every share."""
-    shares = args.shares or (QUICK_SHARES if args.quick else SHARES)
-    return contenders(args.policies, shares, budgets, args.profile)
+    Raises:
+        ValueError: An option names no cache.
+    """
+    preset = PRESETS[args.preset]
+    policies = preset.policies if args.policies is None else args.policies
+    methods = default_methods(policies, budgets, args.profile)
+    for name in args.only:
+        if not any(method.label.startswith(name) for method in methods):
+            known = ", ".join(method.label for method in methods)
+            raise ValueError(f"--only {name!r}: no cache's name begins so; there are {known}.")
+    if args.only:
+        methods = [method for method in methods if method.label.startswith((FULL, *args.only))]
+    tokens = () if args.shares else args.max_kv_size or preset.tokens
+    return sized(methods, () if tokens else args.shares or preset.shares, tokens)
 
 
 def measures_of(args: argparse.Namespace) -> list[Measure]:
     """The measures, with their sizes."""
-    return measures(args.quick, args.measures, args.size)
+    return chosen_measures(PRESETS[args.preset], args.measures, args.size)
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
     """The options and defaults on which figures depend, by name; files it names need not exist."""
-    arms = {contender.arm.name: contender.arm.described() for contender in contenders_of(args)}
+    methods = {method.label: method.described() for method in methods_of(args)}
     sizes = {
         measure.name: ", ".join(f"{size}={value}" for size, value in sizes_of(measure).items())
         for measure in measures_of(args)
     }
-    return named_options(args) | arms | sizes
+    return named_options(args) | methods | sizes
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, draw."""
-    if args.resume and not args.out:
-        raise ValueError("--resume needs --out DIR, where the evaluation was kept.")
     if args.grid:
         require_grids(args)
-    if args.out:
-        drawing()
-        require_folder("--out", args.out)
-    if args.table is not None:
-        samples = QUICK_SAMPLES if args.quick else HEADLINE_SAMPLES
-        run_table(tables(samples)[args.table], stage_of(args), args)
-        return
-    suite = suite_of(args)
-    kept = args.out / FILE_NAME if args.out else None
-    evaluation = begun(suite, kept, args.resume, args.anew)
+    methods, measures = methods_of(args, args.budgets), measures_of(args)
+    check_run_options(args)
+    evaluation = Evaluation(reader_of(args), methods, measures)
+    file = args.out / FILE_NAME if args.out else None
     try:
-        measure_all(evaluation, kept, f"evaluating {len(suite.contenders)} caches")
+        measure(evaluation, file, args, f"evaluating {len(methods)} caches")
     finally:
         report(evaluation, args)
 
 
+def check_run_options(args: argparse.Namespace) -> None:
+    """Raise ValueError if the options for output do not suit each other."""
+    if args.resume and not args.out:
+        raise ValueError("--resume needs --out DIR, where the figures were kept.")
+    if args.out:
+        drawing()
+        require_folder("--out", args.out)
+
+
 def require_grids(args: argparse.Namespace) -> None:
     """Raise ValueError if --grid would be ignored."""
-    if args.json or args.table is not None:
-        raise ValueError("--grid is another form of the tables: leave out --json and --table.")
-    if not any(MEASURES[name].briefly for name in args.measures or MEASURES):
+    if args.json:
+        raise ValueError("--grid is another form of the tables: leave out --json.")
+    if not any(measure.briefly for measure in measures_of(args)):
         having = ", ".join(name for name, kind in MEASURES.items() if kind.briefly)
         raise ValueError(f"--grid needs a measure with one figure a cache: {having}.")
 
 
+def measure(
+    evaluation: Evaluation, file: Path | None, args: argparse.Namespace, title: str
+) -> None:
+    """Do all that is left of an evaluation, with a progress bar; each result is on disk at once.
+
+    Args:
+        evaluation: The evaluation.
+        file: The file that keeps it; None: one in the user's cache folder, removed at the end.
+        args: Say whether earlier results are used.
+        title: The bar's title.
+
+    Raises:
+        ValueError: There is nothing to resume.
+    """
+    place = file or _place_of(evaluation)
+    if args.resume:
+        evaluation.resume(place)
+    elif not args.anew and evaluation.take_up(place):
+        print(
+            f"Going on after {evaluation.count} of {evaluation.total} measurements, which {place} "
+            "holds (--anew begins anew).",
+            file=sys.stderr,
+        )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with progress_bar(title) as bar:
+            evaluation.run(bar, lambda: evaluation.save(place))
+    except KeyboardInterrupt:
+        if evaluation.count:
+            print(
+                f"{evaluation.count} of {evaluation.total} measurements are in {place}: the same "
+                "command goes on after them.",
+                file=sys.stderr,
+            )
+        raise
+    if file is None:
+        place.unlink(missing_ok=True)
+
+
+def _place_of(evaluation: Evaluation) -> Path:
+    """The file of this user's unfinished evaluation, if no other place is given."""
+    digest = hashlib.sha256(json.dumps(evaluation.settings(), sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "evaluations" / f"{digest[:32]}.json"
+
+
 def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
     """Print and write the results so far."""
-    glance, sections = at_a_glance(evaluation.known()), evaluation.sections()
-    refused = [f"{why} ({'; '.join(of)})" for why, of in evaluation.refusals().items()]
+    glance, sections = at_a_glance(evaluation.by_measure()), evaluation.sections()
+    refusals, answer = evaluation.refusals(), answer_of(evaluation, text_name(args))
     if args.json:
-        print(json.dumps(evaluation.as_json()))
+        print(json.dumps({**evaluation.as_json(), "answer": answer}))
     else:
-        for section in [glance] if args.grid else sections:
-            for rows in section.tables:
-                show(rich_table(rows, section.title), args.markdown)
-                print()
-        print("\n".join(refused), end="\n" if refused else "")
-        if args.quick:
-            less = "; ".join(left_out(evaluation.suite.measures))
-            print(f"--quick measures less than a full run. {less}", file=sys.stderr)
-        print(told(evaluation.machine), file=sys.stderr)
+        print_sections([glance] if args.grid else sections, answer, args.markdown)
+        print("\n".join(refusals), end="\n" if refusals else "")
+        if lines := smaller_sizes(evaluation.measures):
+            print(f"Sizes other than a full run's: {'; '.join(lines)}", file=sys.stderr)
+        print(machine_line(evaluation.machine), file=sys.stderr)
         if line := advice():
             print(line, file=sys.stderr)
     if args.out and sections:
-        title = f"{args.model}: what parts of the KV cache cost"
-        if glance.tables:
-            sections = [glance, *sections]
-        text = page(title, facts_of(evaluation), sections, refused)
-        write_kept(args.out / PAGE_NAME, lambda path: path.write_text(text, encoding="utf-8"))
-        print(f"The report is {args.out / PAGE_NAME}.", file=sys.stderr)
+        title = f"{args.model}: what shares of the KV cache cost"
+        sections = [glance, *sections] if glance.tables else sections
+        write_page(args.out / PAGE_NAME, title, evaluation, sections, refusals, answer)
+
+
+def print_sections(sections: list[Section], answer: str, markdown: bool) -> None:
+    """Print the answer, and all tables.
+
+    Args:
+        sections: The sections whose tables are printed.
+        answer: The sentence before them; empty if there is none.
+        markdown: Whether tables are printed as Markdown.
+    """
+    if answer:
+        print(f"{answer}\n")
+    for section in sections:
+        for rows in section.tables:
+            show(rich_table(rows, section.title), markdown)
+            print()
+
+
+def write_page(
+    path: Path,
+    title: str,
+    evaluation: Evaluation,
+    sections: list[Section],
+    notes: list[str],
+    answer: str,
+) -> None:
+    """Write the page, and say where; the arguments are those of `page`."""
+    machine = evaluation.machine
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    facts = {
+        "model": evaluation.reader.model_name,
+        "text": f"{len(evaluation.reader.text)} characters",
+        "machine": f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}",
+        "BLAS": machine["blas"],
+        "versions": versions,
+        "date": machine["date"],
+        "seed": str(evaluation.reader.seed),
+        "prompts are read": f"{evaluation.reader.chunk} tokens at once",
+    }
+    text = page(title, facts, sections, notes, answer)
+    write_kept(path, lambda at: at.write_text(text, encoding="utf-8"))
+    print(f"The report is {path}.", file=sys.stderr)
+
+
+def text_name(args: argparse.Namespace) -> str:
+    """The text in words."""
+    return "the bundled text" if args.text == SAMPLE_TEXT else "your text"

@@ -1,4 +1,4 @@
-"""Tables on standard output: no figure is ever cut, however narrow the terminal is."""
+"""Tables on standard output: no figure is ever cut; a narrow terminal gets fewer columns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from mlx_h2o.evaluate.report import Rows
 
 # Wider than any table, so that no cell is folded or cut.
 UNLIMITED = 10_000
@@ -33,10 +35,23 @@ def show(table: Table, markdown: bool = False) -> None:
             wide.print(caption, highlight=False)
     elif not console.is_terminal:
         print(aligned(table))
-    elif Measurement.get(wide, wide.options, table).maximum <= console.width:
-        console.print(table)
     else:
-        print(one_below_the_other(table))
+        dropped: list[str] = []
+        while len(table.columns) > 2 and _width(table) > console.width:
+            dropped.insert(0, text_of(table.columns.pop().header))
+        if _width(table) <= console.width:
+            console.print(table)
+        else:  # the terminal folds its lines
+            print(aligned(table))
+        if dropped:
+            names = ", ".join(filter(None, dropped))
+            print(f"Left out for want of width: {names}. A file or a pipe gets every column.")
+
+
+def _width(table: Table) -> int:
+    """The columns of a terminal that a table needs."""
+    wide = Console(width=UNLIMITED)
+    return Measurement.get(wide, wide.options, table).maximum
 
 
 def cells_of(table: Table) -> list[list[str]]:
@@ -65,17 +80,30 @@ def aligned(table: Table) -> str:
     return framed(table, lines)
 
 
-def one_below_the_other(table: Table) -> str:
-    """Each row's cells below each other, for terminals narrower than the table."""
-    header, *rows = cells_of(table)
-    named = [f"{name}: " if name else "" for name in header]
-    blocks = [
-        f"\n{GAP}".join(name + cell for name, cell in zip(named, row, strict=True)) for row in rows
-    ]
-    return framed(table, blocks)
-
-
 def framed(table: Table, lines: list[str]) -> str:
     """Lines with a table's title above and its caption below."""
     caption = [text_of(table.caption)] if table.caption else []
     return "\n".join([text_of(table.title), *lines, *caption])
+
+
+def rich_table(rows: Rows, title: str = "") -> Table:
+    """A report's table for `show`.
+
+    Args:
+        rows: The table.
+        title: The title of its section.
+    """
+    made = Table(title=": ".join(filter(None, (title, rows.title))), caption=rows.caption or None)
+    for i, column in enumerate(rows.columns):
+        made.add_column(column, justify="right" if i else "left")
+    for row in rows.rows:
+        made.add_row(*row)
+    return made
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """The machine of some figures, in a line."""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; "
+        f"BLAS: {machine['blas']}; mlx {machine['versions']['mlx']}"
+    )

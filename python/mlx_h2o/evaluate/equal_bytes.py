@@ -17,94 +17,88 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_h2o._utils.cache_lists import entries
-from mlx_h2o.budgets.cost import PLAIN_ELEMENT, RowWidths, slots_for_bytes
-from mlx_h2o.budgets.plan import LayerKind, plain_bytes
+from mlx_h2o.budgets.cost import PLAIN_ELEMENT
+from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.model_caches.make import bounded_caches
-from mlx_h2o.storage.slot_store import FEW
 
-#: Names of the arrays in which our caches hold rows.
-ROWS = tuple(f"{place}.{rows}" for place in ("slots", "recent") for rows in ("keys", "values"))
-
-
-def slots_in_16_bits(
-    model: nn.Module, settings: ModelSettings, tokens: int, context: int | None
-) -> int:
-    """The `max_size` of bounded caches that takes the bytes of `tokens` plain 16-bit tokens.
-
-    Args:
-        model: The model that the caches are for.
-        settings: The caches' settings; the size in them is not used.
-        tokens: Tokens of a plain cache.
-        context: Tokens that will come; None, if not known, counts as few.
-
-    Raises:
-        ValueError: The remainder alone takes more bytes.
-    """
-    kinds = layer_kinds(model)
-    # One size serves all layers: the size for which no layer is too small.
-    few = context is None or context <= FEW
-    return min(_slots_of_layer(kind, kinds, settings, tokens, few) for kind in kinds)
+#: Names of the arrays in which our caches hold rows: in slots, and in the recent window.
+SLOTS = ("slots.keys", "slots.values")
+RECENT = ("recent.keys", "recent.values")
 
 
 def caches_in_16_bits(
     model: nn.Module, settings: ModelSettings, tokens: int, context: int | None
 ) -> list[Any]:
-    """Bounded caches with the bytes of `tokens` plain 16-bit tokens, bits and slots by the profile.
+    """Bounded caches with the bytes of `tokens` plain 16-bit tokens, as a 16-bit model has them.
 
     Args:
         model: The model that the caches are for.
-        settings: The caches' settings; the size in them is not used. Bits that they name stay.
+        settings: The caches' settings; the size in them is not used. They say whether the profile
+            chooses bits.
         tokens: Tokens of a plain cache.
         context: Tokens that will come.
 
     Raises:
         ValueError: The bytes are too few.
     """
-    kinds = [replace(kind, widths=_in_16_bits(kind.widths)) for kind in layer_kinds(model)]
+    kinds = [
+        replace(kind, widths=replace(kind.widths, key_size=PLAIN_ELEMENT, value_size=PLAIN_ELEMENT))
+        for kind in layer_kinds(model)
+    ]
     given = tokens * sum(map(plain_bytes, kinds))
     sized = replace(settings, max_size=None, max_bytes=given, context=context)
-    by_bytes = replace(sized, chooses_bits=not settings.packing.packs)
-    return bounded_caches(model, by_bytes, kinds)
+    return bounded_caches(model, sized, kinds)
 
 
-def _in_16_bits(widths: RowWidths) -> RowWidths:
-    return replace(widths, key_size=PLAIN_ELEMENT, value_size=PLAIN_ELEMENT)
+def bytes_in_16_bits(cache: Sequence[Any], sequences: int = 1) -> int:
+    """Bytes of one sequence's part of a model's caches, 32-bit keys and values counted as 16-bit.
+
+    Args:
+        cache: The model's caches.
+        sequences: The sequences that they hold side by side; what serves all is counted for each.
+    """
+    return sum(_one_of(entry, _in_16_bits(entry), sequences) for _, entry in entries(cache))
 
 
-def _slots_of_layer(
-    kind: LayerKind, kinds: Sequence[LayerKind], settings: ModelSettings, tokens: int, few: bool
-) -> int:
-    policy = settings.policy_for(all(k.routed for k in kinds))
-    answers = settings.remainder and not any(k.derived for k in kinds)
-    remembers = answers or policy.uses_evicted_mean
-    own = replace(kind.widths, packing=settings.packing, undo=settings.undo)
-    held = _in_16_bits(own.narrow if few else own)
-    given = tokens * PLAIN_ELEMENT * (own.key + own.value)
-    # The cache subtracts the remainder's slots from its size, counted in its own rows.
-    return slots_for_bytes(given, 1, held, policy, remembers) + own.remainder_slots(remembers)
+def bytes_of(cache: Sequence[Any], sequences: int = 1) -> int:
+    """The same in the dtype of the model: `nbytes`."""
+    return sum(_one_of(entry, entry.nbytes, sequences) for _, entry in entries(cache))
 
 
-def bytes_in_16_bits(cache: Sequence[Any]) -> int:
-    """Bytes of a model's caches, with 32-bit keys and values counted as 16-bit ones."""
-    return sum(_bytes_of(entry) for _, entry in entries(cache))
+def _one_of(entry: Any, nbytes: int, sequences: int) -> int:
+    """One sequence's bytes, of those of all."""
+    frame = entry.frame if isinstance(entry, BoundedKVCache) else None
+    constants = frame.nbytes if frame is not None else 0
+    return constants + (nbytes - constants) // sequences
 
 
-def _bytes_of(entry: Any) -> int:
+def _in_16_bits(entry: Any) -> int:
     if not isinstance(entry, BoundedKVCache):
-        arrays = [array for _, array in cast(Any, tree_flatten(entry.state))]
         # mlx-lm keeps its offset there too.
-        return sum(_row_bytes(array) for array in arrays if isinstance(array, mx.array))
-    held = entry.arrays()
-    rows = {name: array for name, array in held.items() if name.startswith(ROWS)}
+        of_entry = [array for _, array in cast(Any, tree_flatten(entry.state))]
+        return sum(_row_bytes(array) for array in of_entry if isinstance(array, mx.array))
+    arrays, store = entry.arrays(), entry.store
+    # Slots may lie in a reserved range, of which only the pages in use are counted.
+    more = sum(
+        _excess(array, store.nbytes_of(name.removeprefix("slots.")))
+        for name, array in arrays.items()
+        if store is not None and name.startswith(SLOTS)
+    )
+    rows = [array for name, array in arrays.items() if name.startswith(RECENT)]
     beside = entry.spill.waiting if entry.spill is not None else []
     queries = entry.back.queries if entry.back is not None else []
     # The bytes of the undo journal are not among the arrays, and count at their own size.
     # Rows that were read from the file are numpy's, with the dtypes of its model.
-    numbers = [a for a in (*rows.values(), *beside, *queries) if isinstance(a, mx.array)]
-    return entry.nbytes - sum(array.nbytes - _row_bytes(array) for array in numbers)
+    numbers = [a for a in (*rows, *beside, *queries) if isinstance(a, mx.array)]
+    return entry.nbytes - more - sum(_excess(array, array.nbytes) for array in numbers)
+
+
+def _excess(array: mx.array, nbytes: int) -> int:
+    """The bytes of an array, or of the part of it in use, beyond those of a 16-bit model."""
+    return nbytes // 2 if array.dtype == mx.float32 else 0
 
 
 def _row_bytes(array: mx.array) -> int:

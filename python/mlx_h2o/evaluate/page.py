@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from mlx_h2o.evaluate.figures import svg
-from mlx_h2o.evaluate.sections import Rows, Section
+from mlx_h2o.evaluate.charts import svg
+from mlx_h2o.evaluate.report import Rows, Section
 from mlx_h2o.loading.load import PACKAGE
 
 #: The page's template, with {{names}} to fill in.
@@ -14,7 +14,11 @@ PAGE = PACKAGE / "data" / "evaluation.html"
 
 
 def page(
-    title: str, facts: dict[str, str], sections: Sequence[Section], notes: Sequence[str]
+    title: str,
+    facts: dict[str, str],
+    sections: Sequence[Section],
+    notes: Sequence[str],
+    answer: str = "",
 ) -> str:
     """The whole page.
 
@@ -22,7 +26,8 @@ def page(
         title: The page's title.
         facts: The circumstances of the measurement, by name.
         sections: The measures' sections.
-        notes: The contenders that could not be measured, and why.
+        notes: The methods that could not be measured, and why.
+        answer: The sentence at the beginning.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -37,6 +42,7 @@ def page(
     noted = "".join(f"<li>{_text(note)}</li>" for note in notes)
     filled = {
         "title": _text(title),
+        "answer": f"<p>{_text(answer)}</p>" if answer else "",
         "facts": listed,
         "links": links,
         "sections": parts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o._utils.plotting import drawing
-from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
-from mlx_h2o.evaluate.recall import RecallTask
+from mlx_h2o.evaluate.facts import RecallTask
+from mlx_h2o.evaluate.methods import FULL, PACKED, WINDOW, Method, parse_method
 
 #: The most tokens of an answer.
 ANSWER_TOKENS = 8
@@ -27,32 +27,31 @@ class Answers:
     """The model's answers with one cache.
 
     Attributes:
-        arm: The cache's name.
+        method: The cache's name.
         said: One answer for each prompt.
         right: Whether each answer is the planted one.
         nbytes: Bytes of one prompt's cache when it was answered, rows counted in 16 bits.
     """
 
-    arm: str
+    method: str
     said: tuple[str, ...]
     right: tuple[bool, ...]
     nbytes: int
 
 
-def demo_arms(ours: Arm) -> list[Arm]:
+def demo_methods(ours: Method) -> list[Method]:
     """The caches of the demo: those that people use, H2O as published, and ours."""
     packed = next(name for name, bits in PACKED.items() if bits == 4)
-    h2o = Arm("H2O", "h2o", remainder=False, budgets="uniform")
-    return [Arm(FULL), Arm(WINDOW), Arm(packed), h2o, ours]
+    h2o = replace(parse_method("h2o:remainder=false"), label="H2O")
+    return [Method(FULL), Method(WINDOW), Method(packed), h2o, ours]
 
 
 def answers_of(
     model: nn.Module,
     tokenizer: Any,
-    arm: Arm,
+    method: Method,
     task: RecallTask,
     *,
-    max_size: int,
     prefill: int,
     chunk: int,
     step: Callable[[int], None],
@@ -62,16 +61,15 @@ def answers_of(
     Args:
         model: An mlx-lm model.
         tokenizer: Its tokenizer.
-        arm: The cache.
+        method: The cache, with a size unless it keeps every token.
         task: The prompts.
-        max_size: Tokens whose bytes a bounded cache may take.
         prefill: Tokens given at once at the beginning.
         chunk: Other tokens given at once, with evictions after each chunk; the answer goes token by
             token.
         step: Called with the number of tokens after each chunk.
     """
     P, T = task.prompts.shape
-    cache = arm.make(model, max_size, context=T + ANSWER_TOKENS)
+    cache = method.make(model, T + ANSWER_TOKENS)
 
     def read(tokens: mx.array) -> mx.array:
         logits: mx.array = model(tokens, cache=cache)[:, -1]
@@ -90,7 +88,7 @@ def answers_of(
     texts = tuple(_first_words(tokenizer.decode(row)) for row in tokens)
     wanted = [tokenizer.decode(list(answer)).strip() for answer in task.answers]
     right = tuple(text == want for text, want in zip(texts, wanted, strict=True))
-    return Answers(arm.name, texts, right, bytes_in_16_bits(cache) // P)
+    return Answers(method.label, texts, right, bytes_in_16_bits(cache, P))
 
 
 def _first_words(text: str) -> str:
@@ -102,16 +100,15 @@ def _first_words(text: str) -> str:
 def plant_and_ask(
     model: nn.Module,
     tokenizer: Any,
-    arms: Sequence[Arm],
+    methods: Sequence[Method],
     task: RecallTask,
     *,
-    max_size: int,
     prefill: int,
     chunk: int,
     progress: Progress | None = None,
 ) -> list[Answers]:
-    """Every arm's answers, one arm after the other; arguments as in `answers_of`."""
-    whole = len(arms) * (task.prompts.shape[1] + ANSWER_TOKENS)
+    """Every method's answers, one after the other; arguments as in `answers_of`."""
+    whole = len(methods) * (task.prompts.shape[1] + ANSWER_TOKENS)
     done = 0
 
     def step(tokens: int) -> None:
@@ -120,15 +117,15 @@ def plant_and_ask(
         if progress:
             progress(done, whole)
 
-    sizes = {"max_size": max_size, "prefill": prefill, "chunk": chunk}
-    return [answers_of(model, tokenizer, arm, task, **sizes, step=step) for arm in arms]
+    sizes = {"prefill": prefill, "chunk": chunk}
+    return [answers_of(model, tokenizer, each, task, **sizes, step=step) for each in methods]
 
 
 def draw(results: Sequence[Answers], title: str, path: str | Path) -> None:
     """Facts known and bytes held, side by side, as a PNG.
 
     Args:
-        results: The arms' answers.
+        results: The methods' answers.
         title: The chart's title.
         path: The file to write.
 
@@ -136,7 +133,7 @@ def draw(results: Sequence[Answers], title: str, path: str | Path) -> None:
         ValueError: matplotlib is not installed.
     """
     pyplot = drawing()
-    names = [result.arm for result in results]
+    names = [result.method for result in results]
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(10, 1.2 + 0.42 * len(names)), sharey=True, layout="constrained"
     )

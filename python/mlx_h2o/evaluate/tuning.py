@@ -1,4 +1,4 @@
-"""The smallest budget within a stated loss, on the user's own text."""
+"""The smallest cache within a stated loss, on the user's own text."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES
-from mlx_h2o.evaluate.arms import FULL, OURS, Arm
-from mlx_h2o.evaluate.bootstrap import loss_interval
-from mlx_h2o.evaluate.contenders import Contender, arm_of
-from mlx_h2o.evaluate.measures import Findings
-from mlx_h2o.evaluate.perplexity import Perplexity
-from mlx_h2o.evaluate.sections import Curves, Rows, Section
-
-#: The width that means dense rows, in the model's own dtype.
-PLAIN = 16
+from mlx_h2o.evaluate.measures import Results
+from mlx_h2o.evaluate.measures.perplexity import LEVEL, Perplexity
+from mlx_h2o.evaluate.methods import FULL, OURS, Method, parse_method, sized
+from mlx_h2o.evaluate.report import Curves, Rows, Section
 
 
 @dataclass(frozen=True)
@@ -22,60 +17,61 @@ class Choice:
     """One point of the curve.
 
     Attributes:
-        contender: The measured cache.
-        loss: The loss of perplexity, as a share.
+        method: The measured cache.
+        loss: The loss of perplexity, relative.
         interval: The confidence interval of the loss.
-        nbytes: Bytes at the end of a sample, counted as in a 16-bit model.
-        part: The part of the full cache's bytes.
+        nbytes: `nbytes` of the cache at the end of a sample.
+        share: The share of a full 16-bit cache's bytes.
     """
 
-    contender: Contender
+    method: Method
     loss: float
     interval: tuple[float, float]
     nbytes: int
-    part: float
+    share: float
 
 
-def tuned_contenders(
+def tuned_methods(
     policies: Sequence[str],
     bits: Sequence[int],
     shares: Sequence[float],
     profile: str = PROFILES[0],
-) -> list[Contender]:
+) -> list[Method]:
     """The full cache, ours with bits chosen by bytes, and policies in each width, by shares.
 
+    Each is made as its line of code makes it, so bytes are those of this model's dtype.
+
     Args:
-        policies: As `arm_of` reads them; with the model's own profile unless they name budgets.
+        policies: As `parse_method` reads them; with the model's own profile unless they name
+            budgets.
         bits: Widths of rows; 16 means dense rows.
-        shares: Parts of a full 16-bit cache's bytes.
+        shares: Shares of a full 16-bit cache's bytes.
         profile: Whether a model without a profile is measured.
 
     Raises:
         ValueError: A policy or setting is unknown.
     """
-    arms = [Arm(OURS, DEFAULT_POLICY, by_bytes=True)]
+    methods = [Method(OURS, DEFAULT_POLICY)]
     for policy in policies:
         for width in bits:
             spec = policy if "budgets=" in policy else f"{policy}:budgets=profile"
-            arm = arm_of(spec if width == PLAIN else f"{spec}:bits={width}")
-            arms.append(replace(arm, name=f"{policy}, {width} bits"))
-    return [
-        Contender(Arm(FULL)),
-        *(Contender(replace(arm, profile=profile), share) for share in shares for arm in arms),
-    ]
+            method = parse_method(f"{spec}:bits={width}")
+            methods.append(replace(method, label=f"{policy}, {width} bits"))
+    ours = [replace(method, profile=profile, in_16_bits=False) for method in methods]
+    return sized([Method(FULL), *ours], shares)
 
 
-def choices(findings: Findings) -> list[Choice]:
-    """All points, the smallest first; `findings` come from `PerplexityMeasure`."""
-    if not findings:
+def choices(results: Results) -> list[Choice]:
+    """All points, the smallest first; `results` come from `PerplexityMeasure`."""
+    if not results:
         return []
-    full = findings[0][1]
+    full = results[0][1]
     made = []
-    for contender, found in findings[1:]:
-        loss = Perplexity(found["nll"]).loss_against(Perplexity(full["nll"]))
-        interval = loss_interval(found["nll"], full["nll"])
-        part = found["nbytes"] / full["nbytes"]
-        made.append(Choice(contender, loss, interval, found["nbytes"], part))
+    for method, result in results[1:]:
+        own, theirs = Perplexity(result["nll"]), Perplexity(full["nll"])
+        share = result["nbytes"] / full["nbytes"]
+        loss, interval = own.loss_against(theirs), own.interval_against(theirs)
+        made.append(Choice(method, loss, interval, result["nbytes"], share))
     return sorted(made, key=lambda choice: (choice.nbytes, choice.loss))
 
 
@@ -84,32 +80,28 @@ def recommended(made: Sequence[Choice], most: float, surely: bool) -> Choice | N
 
     Args:
         made: All choices.
-        most: The allowed loss, as a share.
+        most: The allowed loss, relative.
         surely: Whether the interval's upper end counts instead of the measured loss.
     """
     within = [c for c in made if (c.interval[1] if surely else c.loss) <= most]
     return min(within, key=lambda choice: (choice.nbytes, choice.loss), default=None)
 
 
-def line_of_code(choice: Choice, tokens: int) -> str:
-    """The line of code that makes this cache.
+def answer_of(chosen: Choice | None, most: float, text: str) -> str:
+    """What to use, in a sentence.
 
     Args:
-        choice: The measured cache.
-        tokens: Length of the conversations in the measurement.
+        chosen: The smallest choice within the loss, or None.
+        most: The allowed loss.
+        text: The text in words.
     """
-    arm, share = choice.contender.arm, choice.contender.share
-    given = [f'max_bytes="{100 * (share or 1):g}%"', f"context={tokens}"]
-    if arm.policy not in (None, DEFAULT_POLICY):
-        given.append(f'policy="{arm.policy}"')
-    if arm.profile != PROFILES[0]:
-        given.append(f'profile="{arm.profile}"')
-    if not arm.by_bytes:
-        given += [f"{name}={value!r}" for name, value in arm.settings if name != "bits"]
-        given.append(f"bits={dict(arm.settings).get('bits', PLAIN)}")
-        given += [f"budgets={arm.budgets!r}"] if arm.budgets else []
-        given += [] if arm.remainder else ["remainder=False"]
-    return f"cache = mlx_h2o.make_prompt_cache(model, {', '.join(given)})"
+    if chosen is None:
+        return f"On {text} nothing measured loses at most {100 * most:g} %: allow more bytes."
+    low, high = (100 * end for end in chosen.interval)
+    return (
+        f"On {text} {chosen.method.label} with {chosen.share:.1%} of the bytes costs "
+        f"{100 * chosen.loss:+.2f} % ({low:+.2f} to {high:+.2f} %) of perplexity."
+    )
 
 
 def section(made: Sequence[Choice], chosen: Choice | None, most: float) -> Section:
@@ -122,30 +114,25 @@ def section(made: Sequence[Choice], chosen: Choice | None, most: float) -> Secti
     """
     rows = [
         (
-            choice.contender.name,
+            choice.method.name,
             f"{choice.nbytes:,}",
-            f"{choice.part:.1%}",
+            f"{choice.share:.1%}",
             f"{100 * choice.loss:+.2f} %",
             f"{100 * choice.interval[0]:+.2f} to {100 * choice.interval[1]:+.2f} %",
             "<- this one" if choice is chosen else "",
         )
         for choice in made
     ]
-    columns = ("cache", "KV bytes", "of full", "loss", "95% interval", "")
-    xs = sorted({choice.part for choice in made})
-    names = list(dict.fromkeys(choice.contender.arm.name for choice in made))
-    lines = {
-        name: [
-            next((100 * c.loss for c in made if c.contender.arm.name == name and c.part == x), None)
-            for x in xs
-        ]
-        for name in names
-    }
+    columns = ("cache", "KV bytes", "of full", "loss", f"{LEVEL:.0%} interval", "")
+    x = sorted({choice.share for choice in made})
+    lines: dict[str, dict[float, float]] = {}
+    for choice in made:
+        lines.setdefault(choice.method.label, {})[choice.share] = 100 * choice.loss
     curves = Curves(
         "Quality by bytes",
-        xs,
-        lines,
-        "part of the full cache's bytes",
+        x,
+        {name: [line.get(at) for at in x] for name, line in lines.items()},
+        "share of a full 16-bit cache's bytes",
         "perplexity above the full cache's, %",
         logarithmic=True,
     )

@@ -228,7 +228,7 @@ def asked(
     if softcap and not getattr(cache, "knows_softcap", True):
         raise ValueError(
             "This model soft-caps the logits of its attention, which this measurement does not "
-            "support: caches, `calibrate` and `compare` do."
+            "support: caches, `calibrate` and `evaluate` do."
         )
     capped = {"softcap": softcap} if softcap else {}
     out: mx.array = cache.attend(q, keys, values, scale=scale, mask=mask, sinks=None, **capped)

@@ -1,8 +1,9 @@
-"""Measures, one a file: frozen dataclasses of their sizes, with one interface (`measure.py`)."""
+"""The measures of an evaluation, one in a file."""
+
+from __future__ import annotations
 
 from mlx_h2o.evaluate.measures.agreement import AgreementMeasure
-from mlx_h2o.evaluate.measures.kept import KeptMeasure
-from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure
+from mlx_h2o.evaluate.measures.base import Measure, Result, Results
 from mlx_h2o.evaluate.measures.needles import NeedleMeasure
 from mlx_h2o.evaluate.measures.perplexity import PerplexityMeasure
 from mlx_h2o.evaluate.measures.ruler import RulerMeasure
@@ -19,19 +20,17 @@ MEASURES: dict[str, type[Measure]] = {
         TurnMeasure,
         AgreementMeasure,
         SpeedMeasure,
-        KeptMeasure,
     )
 }
 
 __all__ = [
     "MEASURES",
     "AgreementMeasure",
-    "Findings",
-    "Found",
-    "KeptMeasure",
     "Measure",
     "NeedleMeasure",
     "PerplexityMeasure",
+    "Result",
+    "Results",
     "RulerMeasure",
     "SpeedMeasure",
     "TurnMeasure",

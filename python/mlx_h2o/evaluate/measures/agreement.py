@@ -10,12 +10,11 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_h2o.evaluate.contenders import Contender
-from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure
-from mlx_h2o.evaluate.sections import Curves, Rows, Section
+from mlx_h2o.evaluate.measures.base import Measure, Result, Results
+from mlx_h2o.evaluate.methods import Method
+from mlx_h2o.evaluate.reader import Reader, Tell, no_progress, read, step
+from mlx_h2o.evaluate.report import Curves, Rows, Section
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
-from mlx_h2o.evaluate.stage import Stage, read, step, untold
-from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.integration.stock_caches import stock_caches
 
 #: The number of parts into which the answer is cut; each part's mean is reported.
@@ -24,7 +23,7 @@ PARTS = 8
 
 @dataclass(frozen=True)
 class AgreementMeasure(Measure):
-    """An answer sampled with the full cache, read along by each contender.
+    """An answer sampled with the full cache, read along by each method.
 
     Attributes:
         answers: Answers side by side.
@@ -52,48 +51,48 @@ class AgreementMeasure(Measure):
     def passes(self) -> int:
         return self.length - self.prompt + 2
 
-    def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
-        return self.of_all(stage, [contender], tell)[0]
+    def of(self, reader: Reader, method: Method, tell: Tell) -> Result:
+        return self.of_all(reader, [method], tell)[0]
 
-    def of_all(self, stage: Stage, contenders: Sequence[Contender], tell: Tell) -> list[Found]:
-        spread = len(stage.tokens) // self.answers
-        body = self.prompt - len(stage.first)
-        rows = [[*stage.first, *stage.prose(body, i * spread)] for i in range(self.answers)]
+    def of_all(self, reader: Reader, methods: Sequence[Method], tell: Tell) -> list[Result]:
+        spread = len(reader.tokens) // self.answers
+        body = self.prompt - len(reader.first)
+        rows = [[*reader.first, *reader.prose(body, i * spread)] for i in range(self.answers)]
         tokens = mx.array(rows)
-        caches = [contender.make(stage.model, self.length) for contender in contenders]
-        caches.insert(0, stock_caches(stage.model))
+        caches = [method.make(reader.model, self.length) for method in methods]
+        caches.insert(0, stock_caches(reader.model))
         lists = [side_by_side(caches)] if all(map(can_share, caches)) else caches
         copies = len(caches) // len(lists)
         own = mx.tile(tokens, (copies, 1))
-        logits = [read(stage.model, each, own, stage.chunk, untold) for each in lists]
-        tell(len(contenders) * tokens.size)
-        key = mx.random.key(stage.seed)
-        found: list[list[tuple[mx.array, mx.array]]] = [[] for _ in contenders]
+        logits = [read(reader.model, each, own, reader.chunk, no_progress) for each in lists]
+        tell(len(methods) * tokens.size)
+        key = mx.random.key(reader.seed)
+        compared_pairs: list[list[tuple[mx.array, mx.array]]] = [[] for _ in methods]
         for _ in range(self.length - self.prompt):
             expected, *got = mx.split(mx.concatenate(logits), len(caches))
-            for pairs, theirs in zip(found, got, strict=True):
+            for pairs, theirs in zip(compared_pairs, got, strict=True):
                 pairs.append(compared(expected, theirs))
             key, draw = mx.random.split(key)
             token = mx.random.categorical(expected / self.temperature, key=draw)
             drawn = mx.tile(token, (copies,))
-            logits = [step(stage.model, each, drawn, untold) for each in lists]
-            tell(len(contenders) * self.answers)
-            mx.eval([pairs[-1] for pairs in found])
-        return [_curves(pairs) for pairs in found]
+            logits = [step(reader.model, each, drawn, no_progress) for each in lists]
+            tell(len(methods) * self.answers)
+            mx.eval([pairs[-1] for pairs in compared_pairs])
+        return [_curves(pairs) for pairs in compared_pairs]
 
-    def brief(self, found: Found, full: Found) -> str:
-        return f"{statistics.fmean(found['kl']):.4f}"
+    def brief(self, result: Result, full: Result) -> str:
+        return f"{statistics.fmean(result['kl']):.4f}"
 
-    def section(self, findings: Findings) -> Section:
+    def section(self, results: Results) -> Section:
         size = (self.length - self.prompt) / PARTS
         middles = [self.prompt + (i + 0.5) * size for i in range(PARTS)]
         rows, apart, same = [], dict[str, list[float | None]](), dict[str, list[float | None]]()
-        for contender, found in findings[1:]:
-            mean, last = statistics.fmean(found["kl"]), found["kl"][-1]
-            top, last_top = statistics.fmean(found["top"]), found["top"][-1]
+        for method, result in results[1:]:
+            mean, last = statistics.fmean(result["kl"]), result["kl"][-1]
+            top, last_top = statistics.fmean(result["top"]), result["top"][-1]
             cells = f"{mean:.4f}", f"{last:.4f}", f"{top:.1%}", f"{last_top:.1%}"
-            rows.append((contender.name, *cells))
-            apart[contender.name], same[contender.name] = found["kl"], found["top"]
+            rows.append((method.name, *cells))
+            apart[method.name], same[method.name] = result["kl"], result["top"]
         columns = ("cache", "KL, nats", "in the last part", "same first choice", "in the last part")
         across = "tokens so far"
         return Section(
@@ -124,7 +123,7 @@ def compared(expected: mx.array, got: mx.array) -> tuple[mx.array, mx.array]:
     return (mx.exp(p) * (p - q)).sum(axis=-1), agrees.astype(mx.float32)
 
 
-def _curves(pairs: Sequence[tuple[mx.array, mx.array]]) -> Found:
+def _curves(pairs: Sequence[tuple[mx.array, mx.array]]) -> Result:
     """Means over the answers by position, from each position's divergences and agreements `[B]`."""
     kl, top = (mx.stack(list(each)).mean(axis=1) for each in zip(*pairs, strict=True))
     return {"kl": _parts(kl), "top": _parts(top)}

@@ -1,26 +1,21 @@
-"""Speed and memory: each cache in a process of its own, with nothing else running."""
+"""Speed and memory of one conversation, cache after cache, with nothing else running."""
 
 from __future__ import annotations
 
-import resource
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.evaluate.contenders import Contender
+from mlx_h2o._utils.free_memory import give_back
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
-from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure
-from mlx_h2o.evaluate.sections import Rows, Section
-from mlx_h2o.evaluate.stage import Stage, read, step
-from mlx_h2o.evaluate.workers import Tell
+from mlx_h2o.evaluate.measures.base import Measure, Result, Results
+from mlx_h2o.evaluate.methods import Method
+from mlx_h2o.evaluate.reader import Reader, Tell, read, step
+from mlx_h2o.evaluate.report import Rows, Section
 
-#: The file in which Linux gives the number of memory pages that a process holds.
-STATM = Path("/proc/self/statm")
 MEGA = 1e6
 
 
@@ -39,7 +34,6 @@ class SpeedMeasure(Measure):
     steps: int = 60
 
     name = "speed"
-    alone = True
 
     def tokens(self) -> int:
         return self.prompt
@@ -50,76 +44,59 @@ class SpeedMeasure(Measure):
     def passes(self) -> int:
         return 2 * self.steps + 4
 
-    def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
-        tokens = mx.array([stage.prose(self.prompt, 0)])
-        mx.eval(stage.model.parameters())
-        before = resident()
+    def of(self, reader: Reader, method: Method, tell: Tell) -> Result:
+        tokens = mx.array([reader.prose(self.prompt, 0)])
+        mx.eval(reader.model.parameters())
+        give_back()
+        before = mx.get_active_memory()
         mx.reset_peak_memory()
-        early = contender.make(stage.model, self.prompt)
-        logits = read(stage.model, early, tokens[:, : self.beginning], stage.chunk, tell)
+        early = method.make(reader.model, self.prompt)
+        logits = read(reader.model, early, tokens[:, : self.beginning], reader.chunk, tell)
         # At most the number of steps that the smallest cache can take before it evicts.
-        free = self._timed(stage, early, logits, min(self.steps, self.beginning), tell)
+        free = self._timed(reader, early, logits, min(self.steps, self.beginning), tell)
         del early
-        cache = contender.make(stage.model, self.prompt)
+        cache = method.make(reader.model, self.prompt)
         start = time.perf_counter()
-        logits = read(stage.model, cache, tokens, stage.chunk, tell)
+        logits = read(reader.model, cache, tokens, reader.chunk, tell)
         prefill = time.perf_counter() - start
-        evicting = self._timed(stage, cache, logits, self.steps, tell)
+        evicting = self._timed(reader, cache, logits, self.steps, tell)
         return {
             "prefill": prefill,
             "before": 1 / free,
             "after": 1 / evicting,
             "nbytes": bytes_in_16_bits(cache),
-            "peak_mlx": mx.get_peak_memory(),
-            "grown": resident() - before,
-            "peak_process": peak_resident(),
+            "peak": mx.get_peak_memory() - before,
         }
 
     def _timed(
-        self, stage: Stage, cache: list[Any], logits: mx.array, steps: int, tell: Tell
+        self, reader: Reader, cache: list[Any], logits: mx.array, steps: int, tell: Tell
     ) -> float:
         """The median step, in seconds."""
         seconds = []
         for _ in range(steps):
             token = mx.argmax(logits, axis=-1)
             start = time.perf_counter()
-            logits = step(stage.model, cache, token, tell)
+            logits = step(reader.model, cache, token, tell)
             seconds.append(time.perf_counter() - start)
         return statistics.median(seconds)
 
-    def section(self, findings: Findings) -> Section:
+    def section(self, results: Results) -> Section:
         rows = [
             (
-                contender.name,
-                f"{found['prefill']:.2f}",
-                f"{found['before']:.0f}",
-                f"{found['after']:.0f}",
-                f"{found['nbytes']:,}",
-                f"{found['peak_mlx'] / MEGA:.0f}",
-                f"{found['grown'] / MEGA:.0f}",
-                f"{found['peak_process'] / MEGA:.0f}",
+                method.name,
+                f"{result['prefill']:.2f}",
+                f"{result['before']:.0f}",
+                f"{result['after']:.0f}",
+                f"{result['nbytes']:,}",
+                f"{result['peak'] / MEGA:.0f}",
             )
-            for contender, found in findings
+            for method, result in results
         ]
         columns = ("cache", f"prefill of {self.prompt}, s", "tokens/s before", "after")
-        memory = ("KV bytes", "MLX's peak, MB", "process grew by, MB", "process's peak, MB")
         return Section(
             "Speed and memory",
-            f"One conversation, each cache in a process of its own: {self.prompt} tokens in "
-            f"chunks, then {self.steps} tokens one by one with eviction active (after), and before "
-            "anything is evicted (before). KV bytes are as a 16-bit model has them.",
-            [Rows("", (*columns, *memory), rows)],
+            f"One conversation: {self.prompt} tokens in chunks, then {self.steps} tokens one by "
+            "one with eviction active (after), and before anything is evicted (before). KV bytes "
+            "are as a 16-bit model has them; the peak is of MLX's arrays beside the model.",
+            [Rows("", (*columns, "KV bytes", "peak, MB"), rows)],
         )
-
-
-def resident() -> int:
-    """Bytes of memory that this process holds now, or its peak if the system gives only that."""
-    if STATM.exists():
-        return int(STATM.read_text().split()[1]) * resource.getpagesize()
-    return peak_resident()
-
-
-def peak_resident() -> int:
-    """The most bytes that this process has held."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

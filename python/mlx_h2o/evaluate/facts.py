@@ -10,11 +10,9 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 _FIRST = (
     "Ada Amos Anna Arthur Basil Beth Carl Clara Colin Dora Edgar Edith Elias Ellen Ezra Felix "
@@ -38,9 +36,6 @@ _PLACES = (
     "bridge market museum station theatre vault forest"
 ).split()
 _COLOURS = "red blue green yellow black white brown silver golden purple grey orange".split()
-
-#: Called with the number of tokens processed so far (of one prompt).
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -226,18 +221,18 @@ def recall_task(
     rows, questions, answers, distances = [], [], [], []
     for _ in range(prompts):
         planted = distinct_facts(form, facts, rng)
-        asked = planted[rng.randrange(facts)]
+        target = planted[rng.randrange(facts)]
         statements = [encode(fact.statement + "\n\n") for fact in planted]
-        question = encode(form.asking.format(asked.question))
+        question = encode(form.asking.format(target.question))
         room = tokens - len(first) - sum(map(len, statements)) - len(question)
         if room < 0:
             raise ValueError(f"{facts} facts do not fit into {tokens} tokens.")
         prose = paragraphs_of(paragraphs, room, rng)
-        row, at = _planted(first, prose, statements, planted.index(asked), rng, within)
+        row, at = _planted(first, prose, statements, planted.index(target), rng, within)
         questions.append(len(row))
         distances.append(len(row) - at)
         rows.append(row + question)
-        answers.append(tuple(encode(f" {asked.answer}{form.ending}")))
+        answers.append(tuple(encode(f" {target.answer}{form.ending}")))
     return RecallTask(
         mx.array(rows), tuple(questions), tuple(answers), tuple(distances), form.least
     )
@@ -265,62 +260,6 @@ def paragraphs_of(
         surplus -= len(taken.pop(0))
     taken[0] = taken[0][surplus:]
     return taken
-
-
-def recalled(
-    model: nn.Module,
-    make_cache: Callable[[], list[Any]],
-    task: RecallTask,
-    *,
-    prefill: int,
-    batch: int = 24,
-    chunk: int = 1,
-    copies: int = 1,
-    progress: Progress | None = None,
-) -> list[list[bool]]:
-    """Whether each prompt is answered correctly, in all tokens of the answer, by the task's form.
-
-    Args:
-        model: An mlx-lm model.
-        make_cache: Makes an empty cache, one per batch.
-        task: The prompts.
-        prefill: Tokens given at once at the beginning. A number beyond the shortest prose gives all
-            the prose at once (the question never).
-        batch: Prompts side by side.
-        chunk: Tokens of the remaining prose given at once; the question goes token by token.
-        copies: How often a cache reads each prompt of a batch: once for each of its parts.
-        progress: Called with the tokens of all prompts together so far.
-
-    Returns:
-        One list for each copy.
-    """
-    right: list[list[bool]] = [[] for _ in range(copies)]
-    P, T = task.prompts.shape
-    longest = max(map(len, task.answers))
-    asked = min(task.questions)
-    begun = min(prefill, asked)
-    starts = [*range(begun, asked, chunk), *range(asked, T + longest)]
-    for first in range(0, P, batch):
-        answers = task.answers[first : first + batch] * copies
-        padded = mx.array([[*answer, *[0] * (longest - len(answer))] for answer in answers])
-        prompts = mx.tile(task.prompts[first : first + batch], (copies, 1))
-        tokens = mx.concatenate([prompts, padded], axis=1)
-        cache = make_cache()
-        model(tokens[:, :begun], cache=cache)
-        guesses = []
-        for i, end in pairwise(starts):
-            logits = model(tokens[:, i:end], cache=cache)[:, -1]
-            if end >= T:
-                guesses.append(is_known(logits, padded[:, end - T], task.least))
-            # Logits before the answer are not read, so MLX never computes them.
-            mx.eval([entry.state for entry in cache], guesses)
-            if progress:
-                progress(copies * first * (T + longest) + len(answers) * end)
-        known = cast(list[list[bool]], mx.stack(guesses, axis=1).tolist())
-        rows = [all(row[: len(answer)]) for row, answer in zip(known, answers, strict=True)]
-        for copy, of_copy in enumerate(right):
-            of_copy += rows[copy * len(rows) // copies : (copy + 1) * len(rows) // copies]
-    return right
 
 
 def is_known(logits: mx.array, right: mx.array, least: float) -> mx.array:

@@ -6,24 +6,34 @@ slots. Its page shows the figures of `HEADLINE`; the figures of its numbered tab
 at which they were measured, were not available when this was written. So each sweep here varies the
 quantity in the table's name, at sizes of our own, and its column of the report's figures is empty
 except for the headline.
+
+    python -m benchmarks.atomgradient 0 --model mlx-community/Qwen3-4B-4bit --text FILE
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from benchmarks.attention_shape import budgets_by_entropy, shapes_of, text_of
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, ModelSettings
-from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
-from mlx_h2o.evaluate.attention_shape import budgets_by_entropy, shapes_of
-from mlx_h2o.evaluate.contenders import Contender
-from mlx_h2o.evaluate.measures import Findings, PerplexityMeasure
-from mlx_h2o.evaluate.perplexity import Perplexity
-from mlx_h2o.evaluate.sections import Rows
+from mlx_h2o.cli import evaluate
+from mlx_h2o.cli import main as run_main
+from mlx_h2o.cli.parsing import Parser
+from mlx_h2o.cli.tables import machine_line, rich_table, show
+from mlx_h2o.evaluate.evaluation import Evaluation
+from mlx_h2o.evaluate.measures import PerplexityMeasure, Results
+from mlx_h2o.evaluate.measures.perplexity import Perplexity
+from mlx_h2o.evaluate.methods import FULL, OURS, WINDOW, Method
+from mlx_h2o.evaluate.report import Rows
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.model_caches.make import bounded_caches
 
@@ -43,7 +53,7 @@ SHAPES, SHAPE_TOKENS, LEAST_PART = 14, 512, 4
 
 
 @dataclass(frozen=True)
-class SlotContender(Contender):
+class SlotMethod(Method):
     """A cache of a given number of slots per head, as the report counts.
 
     Attributes:
@@ -53,29 +63,37 @@ class SlotContender(Contender):
     slots: int | None = None
 
     @property
-    def name(self) -> str:
-        return self.arm.name if self.slots is None else f"{self.arm.name}, {self.slots} slots"
+    def size(self) -> str:
+        return "" if self.slots is None else f"{self.slots} slots"
 
-    def make(self, model: nn.Module, tokens: int) -> list[Any]:
-        return self.arm.make(model, self.slots or tokens, "slots", tokens)
+    def make(self, model: nn.Module, context: int) -> list[Any]:
+        if self.policy is None:
+            return Method(self.label, tokens=self.slots).make(model, context)
+        settings = ModelSettings.of(
+            self.slots,
+            policy=self.policy,
+            remainder=self.remainder,
+            budgets=self.budgets,
+            **dict(self.settings),
+        )
+        return bounded_caches(model, settings)
 
 
 @dataclass(frozen=True)
-class EntropyContender(SlotContender):
+class EntropyMethod(SlotMethod):
     """The same slots on average, divided among layers by the entropy of their attention."""
 
     @property
-    def name(self) -> str:
-        return f"{super().name}, by entropy"
+    def size(self) -> str:
+        return f"{super().size}, by entropy"
 
-    def make(self, model: nn.Module, tokens: int) -> list[Any]:
+    def make(self, model: nn.Module, context: int) -> list[Any]:
         assert self.slots is not None
         text = model.mlx_h2o_tokenizer.encode(CALIBRATION_TEXT.read_text())[:SHAPE_TOKENS]
         shapes = shapes_of(model, mx.array([text]))
         budgets = budgets_by_entropy(shapes, self.slots, self.slots // LEAST_PART)
-        arm = self.arm
         settings = ModelSettings.of(
-            policy=arm.policy, remainder=arm.remainder, budgets=budgets, **dict(arm.settings)
+            policy=self.policy, remainder=self.remainder, budgets=budgets, **dict(self.settings)
         )
         return bounded_caches(model, settings)
 
@@ -86,13 +104,13 @@ class Part:
 
     Attributes:
         label: The value varied in this part; empty if the caches' names say it.
-        measure: The measure of all the part's contenders.
-        contenders: The contenders, the full cache first.
+        measure: The measure of all the part's methods.
+        methods: The methods, the full cache first.
     """
 
     label: str
     measure: PerplexityMeasure
-    contenders: Sequence[Contender]
+    methods: Sequence[Method]
 
 
 @dataclass(frozen=True)
@@ -112,7 +130,7 @@ class ReportTable:
     known: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-def reports_arm(slots: int, heavy: float = 0.5, **settings: Any) -> Arm:
+def reports_method(slots: int, heavy: float = 0.5, **settings: Any) -> SlotMethod:
     """The report's H2O: |logits| averaged, one choice for a layer, no remainder.
 
     Args:
@@ -122,18 +140,17 @@ def reports_arm(slots: int, heavy: float = 0.5, **settings: Any) -> Arm:
     """
     recent = max(slots - SINK - round(heavy * slots), 1)
     fields = {"sink": SINK, "recent": recent, "unit": "layer", "prompt": "full", **settings}
-    arm = Arm(REPORTS, "ema-logits", False, "uniform", tuple(fields.items()))
-    said = ", ".join(f"{name} {value}" for name, value in settings.items())
-    return replace(arm, name=", ".join(filter(None, (REPORTS, said))))
+    label = ", ".join([REPORTS, *(f"{name} {value}" for name, value in settings.items())])
+    own = tuple(fields.items())
+    return SlotMethod(label, "ema-logits", False, "uniform", own, slots=slots)
 
 
-def by_layer(slots: int) -> list[Contender]:
+def by_layer(slots: int) -> list[Method]:
     """The report's H2O with even slots, and by each layer's entropy; `recent` is a share."""
+    even = reports_method(slots)
     recent = (slots // 2 - SINK) / slots
-    arm = reports_arm(slots)
-    fields = {**dict(arm.settings), "recent": recent}
-    arm = replace(arm, settings=tuple(fields.items()))
-    return [SlotContender(arm, None, slots), EntropyContender(arm, None, slots)]
+    even = replace(even, settings=tuple({**dict(even.settings), "recent": recent}.items()))
+    return [even, EntropyMethod(**vars(even))]
 
 
 def shape_rows(model: nn.Module, tokens: mx.array) -> Rows:
@@ -148,10 +165,10 @@ def shape_rows(model: nn.Module, tokens: mx.array) -> Rows:
     return Rows(f"Attention by layer, {tokens.shape[1]} tokens", columns, rows)
 
 
-def _against_the_window(slots: int) -> list[Contender]:
+def _against_the_window(slots: int) -> list[Method]:
     """The window, the report's H2O and ours, with `slots` slots each."""
-    ours = Arm(OURS, DEFAULT_POLICY)
-    return [SlotContender(arm, None, slots) for arm in (Arm(WINDOW), reports_arm(slots), ours)]
+    window, ours = SlotMethod(WINDOW, slots=slots), SlotMethod(OURS, DEFAULT_POLICY, slots=slots)
+    return [window, reports_method(slots), ours]
 
 
 def _measured(tokens: int = HEADLINE_TOKENS, samples: int = HEADLINE_SAMPLES) -> PerplexityMeasure:
@@ -164,14 +181,14 @@ def tables(samples: int = HEADLINE_SAMPLES) -> dict[int, ReportTable]:
     Args:
         samples: Samples of the text for each sweep.
     """
-    full = SlotContender(Arm(FULL))
+    full = SlotMethod(FULL)
     slots = HEADLINE_SLOTS
     splits = [
-        SlotContender(replace(reports_arm(slots, heavy), name=f"{heavy:.0%} heavy"), None, slots)
+        replace(reports_method(slots, heavy), label=f"{heavy:.0%} heavy")
         for heavy in (0.0, 0.125, 0.25, 0.5, 0.75, 0.9)
     ]
     bits = [
-        SlotContender(reports_arm(slots, **packed), None, slots)
+        reports_method(slots, **packed)
         for packed in ({}, {"bits": 8}, {"bits": 4}, {"k_bits": 8, "v_bits": 4},
                        {"k_bits": 4, "v_bits": 8})
     ]  # fmt: skip
@@ -199,21 +216,21 @@ def tables(samples: int = HEADLINE_SAMPLES) -> dict[int, ReportTable]:
     return {table.number: table for table in made}
 
 
-def rows_of(table: ReportTable, findings: Sequence[Findings], model: str) -> Rows:
+def rows_of(table: ReportTable, results: Sequence[Results], model: str) -> Rows:
     """A table in the report's form: perplexity, and how far above the full cache's.
 
     Args:
         table: The sweep.
-        findings: The findings of its parts, in order; parts not measured are empty.
+        results: The results of its parts, in order; parts not measured are empty.
         model: The model, for the report's figures if they are known.
     """
     figures = next((of for name, of in table.known.items() if name in model), ())
     rows = []
-    for part, found in zip(table.parts, findings, strict=True):
-        for i, (contender, of) in enumerate(found):
-            ours, full = Perplexity(of["nll"]), Perplexity(found[0][1]["nll"])
+    for part, of_part in zip(table.parts, results, strict=True):
+        for i, (method, of) in enumerate(of_part):
+            ours, full = Perplexity(of["nll"]), Perplexity(of_part[0][1]["nll"])
             above = "" if i == 0 else f"{100 * ours.loss_against(full):+.1f} %"
-            name = " | ".join(filter(None, (part.label, contender.name)))
+            name = " | ".join(filter(None, (part.label, method.name)))
             report = f"{figures[i]:.2f}" if i < len(figures) else "not known"
             rows.append((name, f"{ours.value:.2f}", above, report))
     which = f"Table {table.number}" if table.number else "The headline"
@@ -223,3 +240,56 @@ def rows_of(table: ReportTable, findings: Sequence[Findings], model: str) -> Row
         rows,
         "" if figures else "The report's own figures for this table and model are not known here.",
     )
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        prog="benchmarks.atomgradient",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("table", type=int, choices=sorted(tables()), help="0 is the headline")
+    evaluate.add_reader_options(made)
+    made.add_argument("--samples", type=int, default=HEADLINE_SAMPLES, metavar="N")
+    evaluate.add_run_options(made)
+    made.set_defaults(run=run, command="atomgradient")
+    return made
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure a table's parts, and print it; Ctrl-C keeps finished parts."""
+    table = tables(args.samples)[args.table]
+    reader = evaluate.reader_of(args)
+    parts = [Evaluation(reader, part.methods, [part.measure]) for part in table.parts]
+    folder: Path | None = args.out
+    try:
+        for i, (part, evaluation) in enumerate(zip(table.parts, parts, strict=True)):
+            file = folder / f"table-{table.number}-{i}.json" if folder else None
+            evaluate.measure(evaluation, file, args, f"table {table.number}: {part.label}")
+    finally:
+        _report(table, parts, args)
+
+
+def _report(table: ReportTable, parts: list[Evaluation], args: argparse.Namespace) -> None:
+    """Print the results so far."""
+    results = [part.results_of(part.measures[0]) for part in parts]
+    if not any(results):
+        return
+    if args.json:
+        print(json.dumps({"table": table.number, "parts": [part.as_json() for part in parts]}))
+        return
+    if table.number == SHAPES:
+        reader = parts[0].reader
+        show(rich_table(shape_rows(reader.model, text_of(reader, SHAPE_TOKENS))), args.markdown)
+    show(rich_table(rows_of(table, results, args.model)), args.markdown)
+    print(machine_line(parts[0].machine), file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit codes are those of the command `mlx_h2o`."""
+    return run_main(argv, parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

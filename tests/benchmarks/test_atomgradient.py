@@ -7,41 +7,40 @@ import mlx.core as mx
 import pytest
 
 import mlx_h2o
-from mlx_h2o.cli import main
-from mlx_h2o.evaluate.arms import FULL
-from mlx_h2o.evaluate.attention_shape import Shape, budgets_by_entropy, shape_of
-from mlx_h2o.evaluate.report_tables import HEADLINE, by_layer, reports_arm, rows_of, tables
+from benchmarks.atomgradient import HEADLINE, by_layer, main, reports_method, rows_of, tables
+from benchmarks.attention_shape import Shape, budgets_by_entropy, shape_of
+from mlx_h2o.evaluate.methods import FULL
 from mlx_h2o.policies import make_policy
 
 
 def test_the_headlines_policy_is_the_papers():
     """Half of 256 slots heavy, 4 sinks, the rest recent: within one group the preset `paper`."""
-    arm = reports_arm(256)
-    made, paper = make_policy(arm.policy, **dict(arm.settings)), make_policy("paper")
+    method = reports_method(256)
+    made, paper = make_policy(method.policy, **dict(method.settings)), make_policy("paper")
     assert (made.name, made.sink, made.unit, made.prompt, made.decay) == (
         *(paper.name, paper.sink, paper.unit, paper.prompt, paper.decay),
     )
     assert made.recent == 256 - 4 - 128
-    assert not arm.remainder
+    assert not method.remainder
 
 
 @pytest.mark.parametrize("number", tables())
 def test_a_table_begins_with_the_full_cache_and_varies_something(number):
     table = tables()[number]
-    names = [(part.label, c.name) for part in table.parts for c in part.contenders]
+    names = [(part.label, c.name) for part in table.parts for c in part.methods]
     assert len(set(names)) == len(names)
     for part in table.parts:
-        assert part.contenders[0].name == FULL
-        for contender in part.contenders[1:]:
-            assert contender.slots < part.measure.length
+        assert part.methods[0].name == FULL
+        for method in part.methods[1:]:
+            assert method.slots < part.measure.length
 
 
 def test_the_reports_figures_stand_beside_its_models_alone():
     table = tables()[0]
     full = {"nll": [math.log(10)], "nbytes": 100}
-    found = [(c, full) for c in table.parts[0].contenders]
+    results = [(c, full) for c in table.parts[0].methods]
     for model, known in (("mlx-community/Qwen3-8B-4bit", True), ("smollm2-135m", False)):
-        rows = rows_of(table, [found], model)
+        rows = rows_of(table, [results], model)
         figures = [row[-1] for row in rows.rows[:3]]
         expected = [f"{x:.2f}" for x in HEADLINE["Qwen3-8B-4bit"]] if known else ["not known"] * 3
         assert figures == expected
@@ -52,22 +51,12 @@ def test_the_reports_figures_stand_beside_its_models_alone():
 
 @pytest.mark.slow
 def test_the_command_prints_a_table(tmp_path, capsys):
-    command = [
-        "evaluate",
-        "--model",
-        "builtin:recall-4m",
-        "--table",
-        "0",
-        "--quick",
-        "--out",
-        str(tmp_path),
-    ]
-    assert main(command) == 0
+    command = "0 --model builtin:recall-4m --samples 2 --out".split()
+    assert main([*command, str(tmp_path)]) == 0
     assert "the report's H2O, 256 slots" in capsys.readouterr().out
-    assert main([*command, "--resume", "--json"]) == 0
+    assert main([*command, str(tmp_path), "--resume", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
-    assert len(parts[0]["found"]["perplexity"]) == 4
-    assert (tmp_path / "table-0.html").exists()
+    assert len(parts[0]["results"]["perplexity"]) == 4
 
 
 def test_entropy_and_concentration_are_those_of_the_definition():

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.recorder import LookingCache, Watcher, full_attention, looked_through
 
@@ -80,9 +80,9 @@ def shapes_of(model: nn.Module, tokens: mx.array) -> list[Shape]:
     return shapes
 
 
-def text_of(stage: Stage, length: int) -> mx.array:
+def text_of(reader: Reader, length: int) -> mx.array:
     """The beginning of the text, `[1, length]`."""
-    return mx.array([[*stage.first, *stage.prose(length - len(stage.first), 0)]])
+    return mx.array([[*reader.first, *reader.prose(length - len(reader.first), 0)]])
 
 
 def budgets_by_entropy(shapes: list[Shape], mean: int, least: int) -> list[int]:

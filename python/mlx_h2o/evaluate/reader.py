@@ -1,8 +1,8 @@
-"""The inputs of every measure of an evaluation: the model, the text, and how caches are read."""
+"""A model that reads a text through caches: what every measure of an evaluation works with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -10,19 +10,21 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.evaluate.recall import FORMS, Form, is_known
-from mlx_h2o.evaluate.workers import Tell
+from mlx_h2o.evaluate.facts import FORMS, Form, is_known
 from mlx_h2o.loading.load import load
+
+#: Called with the number of tokens read since the last call.
+Tell = Callable[[int], None]
 
 
 @dataclass
-class Stage:
+class Reader:
     """A model and a text.
 
     Attributes:
         model_name: As in `mlx_h2o.load`.
         text: The user's own text.
-        facts: The form in which facts are told and asked for: a name of `recall.FORMS`.
+        facts: The form in which facts are told and asked for: a name of `facts.FORMS`.
         chunk: Tokens of a prompt that are read at once.
         seed: The seed of all random choices.
     """
@@ -51,10 +53,6 @@ class Stage:
     def form(self) -> Form:
         """The form in which facts are told and asked for."""
         return FORMS[self.facts]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without the model, which other processes load themselves."""
-        return {name: value for name, value in vars(self).items() if name != "_loaded"}
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -130,7 +128,7 @@ def step(model: nn.Module, cache: list[Any], token: mx.array, tell: Tell) -> mx.
     return logits
 
 
-def known(
+def answers_right(
     model: nn.Module,
     cache: list[Any],
     logits: mx.array,
@@ -145,7 +143,7 @@ def known(
         cache: The cache that has read the questions.
         logits: The logits after the questions, `[B, vocabulary]`.
         answers: Token ids, one answer a row.
-        least: As in `recall.is_known`.
+        least: As in `facts.is_known`.
         tell: Called with the tokens read since the last call.
     """
     longest = max(map(len, answers))
@@ -159,7 +157,7 @@ def known(
     return [all(row[: len(answer)]) for row, answer in zip(rows, answers, strict=True)]
 
 
-def said(
+def greedy_tokens(
     model: nn.Module, cache: list[Any], logits: mx.array, count: int, tell: Tell
 ) -> list[list[int]]:
     """The likeliest `count` tokens that follow, one row of ids for each sequence of a batch.
@@ -183,5 +181,5 @@ def in_batches(count: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def untold(tokens: int) -> None:
-    """A `Tell` for tokens that do not count as progress."""
+def no_progress(tokens: int) -> None:
+    """A `Tell` that tells nobody."""

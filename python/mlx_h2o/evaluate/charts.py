@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_h2o._utils.plotting import drawing
-from mlx_h2o.evaluate.arms import OURS, PACKED, WINDOW
-from mlx_h2o.evaluate.sections import Chart, Curves, Maps
+from mlx_h2o.evaluate.methods import OURS, PACKED, WINDOW
+from mlx_h2o.evaluate.report import Chart, Curves, Maps
 
 # Stands for the page's own ink until the drawing is text.
 INK = "#010203"
@@ -75,7 +75,8 @@ def _curves(pyplot: Any, chart: Curves) -> Any:
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     if chart.logarithmic:
         axes.set_xscale("log", base=2)
-    if len(chart.x) <= 12:
+        axes.xaxis.set_major_formatter(lambda x, _: f"1/{1 / x:.0f}" if x < 1 else f"{x:g}")
+    elif len(chart.x) <= 12:
         axes.set_xticks(chart.x, [f"{x:g}" for x in chart.x])
     axes.set_xlabel(chart.across)
     axes.set_ylabel(chart.up)
