@@ -237,7 +237,7 @@ def test_numbers_of_a_file(where, value):
 
 PARSER = cli.parser()
 FLAGS = {
-    "max-kv-size": "size", "max-kv-bytes": "bytes", "kv-memory": "kv-memory", "context": "context",
+    "max-kv-size": "size", "kv-memory": "kv-memory", "context": "context",
     "sink": "sink", "recent": "recent", "evict-every": "evict", "undo": "undo", "k-bits": "bits",
     "kv-group-size": "group",
 }  # fmt: skip

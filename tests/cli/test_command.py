@@ -149,7 +149,7 @@ def test_a_model_that_is_not_there_is_called_what_it_is(
 
 
 def test_sizes_are_called_by_their_options(capsys):
-    for option in ("--kv-memory", "--conversation-memory", "--max-kv-bytes"):
+    for option in ("--kv-memory", "--conversation-memory"):
         line = refusal([*PROMPT, option, "200B"], capsys)
         assert f"{option} 200B is too small" in line or f"{option} 200 is too small" in line
         enough = line.split(f"make {option} at least ")[1].split(",")[0]

@@ -17,7 +17,7 @@ from mlx_h2o.model_caches.make import spill_to
 from mlx_h2o.spill.setting import Returns
 from mlx_h2o.storage.rope import Rope, forgotten_after
 from model_coverage import coverage_model
-from tiny_models import TinyLayer, greedy_tokens, prompt_tokens
+from tiny_models import TinyLayer, greedy_tokens, prompt_tokens, tiny_model
 
 ROLLING = {"positions": "rolling", "remainder": False}
 
@@ -145,7 +145,7 @@ def test_models_without_a_plain_rope_in_every_layer_are_refused(name, reason):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"positions": "rolling"}, "remainder=False"),
+        ({"positions": "rolling", "remainder": True}, "remainder=False"),
         ({**ROLLING, "bits": 8}, "omit bits"),
         ({"positions": "relative"}, 'positions must be "absolute" or "rolling"'),
     ],
@@ -153,6 +153,13 @@ def test_models_without_a_plain_rope_in_every_layer_are_refused(name, reason):
 def test_what_does_not_go_with_it_is_refused(given, reason):
     with pytest.raises(ValueError, match=reason):
         make_prompt_cache(coverage_model("llama"), max_size=64, **given)
+
+
+def test_a_remainder_that_is_only_a_default_is_turned_off():
+    model = tiny_model("llama")
+    cache = make_prompt_cache(model, max_size=64, positions="rolling")
+    wanted = make_prompt_cache(model, max_size=64, **ROLLING)
+    assert [layer.config() for layer in cache] == [layer.config() for layer in wanted]
 
 
 def test_a_rope_of_wider_keys_is_refused():

@@ -100,7 +100,8 @@ class CacheOptions(PolicyOptions, total=False):
     None for each of the model's caches, or "none"; by default the profile's."""
     positions: Literal["absolute", "rolling"]
     """With "rolling", queries see the kept keys without the gaps left by evicted tokens. It needs a
-    plain RoPE, remainder=False and no bits."""
+    plain RoPE, and turns off the remainder and the choice of bits; `remainder=True` or bits beside
+    it are refused."""
     pins: Sequence[Span]
     """Pairs (first, one past the last) of positions that are never evicted; `pin` adds more."""
     profile: Literal["first use", "never"]

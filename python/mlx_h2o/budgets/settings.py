@@ -363,6 +363,8 @@ class ModelSettings:
             ValueError: An option is unknown or invalid, or two exclude each other.
         """
         given = completed(options)
+        if given["positions"] == "rolling":  # the remainder that is only a default is turned off
+            given["remainder"] = options.get("remainder", False)
         of_policy = {name: value for name, value in options.items() if name not in given}
         _check_names(of_policy, given["policy"])
         stored = ("bits", "k_bits", "v_bits", "group_size", "recent_bits")

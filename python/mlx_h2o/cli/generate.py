@@ -71,17 +71,9 @@ def add_parser(commands: Any) -> None:
     sampling.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="among the likeliest that make up P"
     )
-    sampling.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="at least P times the likeliest"
-    )
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K likeliest")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
     add_pin_options(parser)
-    parser.add_argument(
-        "--prefill-step-size", type=int, default=2048, metavar="N",
-        help="prompt tokens processed at a time (default: %(default)s)",
-    )  # fmt: skip
     parser.add_argument(
         "--prompt-cache-file", metavar="FILE", type=Path,
         help="go on from this saved cache; its own memory settings apply. It must exist, unless "
@@ -131,9 +123,8 @@ def run(args: argparse.Namespace) -> None:
             tokenizer,
             prompt,
             max_tokens=args.max_tokens,
-            sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
+            sampler=make_sampler(args.temp, args.top_p),
             prompt_cache=cache,
-            prefill_step_size=args.prefill_step_size,
             prompt_progress_callback=bar,
         )
         first = next(responses)
@@ -162,12 +153,10 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for values that would fail only after the model is loaded."""
     if args.max_tokens == 0 or args.max_tokens < -1:
         raise ValueError("--max-tokens must be at least 1, or -1 for no limit.")
-    if args.prefill_step_size < 1:
-        raise ValueError("--prefill-step-size must be at least 1.")
-    if args.temp < 0 or args.top_k < 0:
-        raise ValueError("--temp and --top-k must not be negative; 0 turns them off.")
-    if not (0 < args.top_p <= 1 and 0 <= args.min_p <= 1):
-        raise ValueError("--top-p must be above 0 and at most 1, --min-p between 0 and 1.")
+    if args.temp < 0:
+        raise ValueError("--temp must not be negative; 0 takes the likeliest token.")
+    if not 0 < args.top_p <= 1:
+        raise ValueError("--top-p must be above 0 and at most 1.")
     if args.prompt is None:
         raise ValueError(
             'a prompt is needed: --prompt "Once upon a time", or --prompt - to read it from '

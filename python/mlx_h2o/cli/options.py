@@ -194,7 +194,6 @@ def _add_size_options(group: argparse._ArgumentGroup, default_size: int, many: b
             metavar="SIZE",
             help="the same, as in every command",
         )
-    size.add_argument("--max-kv-bytes", **in_bytes, help=argparse.SUPPRESS)  # its former name
 
 
 def add_profile_option(group: argparse._ActionsContainer) -> None:
