@@ -153,6 +153,7 @@ POLICIES = {
 CONVERSATION = [14, *[1] * 14, 4, *[1] * 8, 25, *[1] * 6]
 
 
+@pytest.mark.few(25)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", "no remainder"])
 @pytest.mark.parametrize(

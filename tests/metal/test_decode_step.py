@@ -189,6 +189,7 @@ def launch_update(policy, plan, slots, logits, lse, written, means, victims):
     )
 
 
+@pytest.mark.few(20)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("evict_every", [1, 5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

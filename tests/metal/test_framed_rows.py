@@ -40,6 +40,7 @@ def operands(shape, dtype):
     return q, *(PackedRows.of(x, 6, 32) for x in rows)
 
 
+@pytest.mark.few(6)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("two_passes", [False, True])
 @pytest.mark.parametrize("with_remainder", [False, True])
@@ -89,6 +90,7 @@ def test_the_softmax_never_sees_the_centre():
     assert_close(ours.out, expected.out, 2e-5)
 
 
+@pytest.mark.few(4)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("bits", [None, 4, 6])
 @pytest.mark.parametrize("widths", [(64, 64), (128, 96)])

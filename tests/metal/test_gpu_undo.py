@@ -41,6 +41,7 @@ def arrays(cache):
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("policy", "settings", "budgets", "store"),
     [

@@ -59,6 +59,7 @@ def float32(call):
     }
 
 
+@pytest.mark.few(8)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("columns", ["slots", "sinks and seed"])
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "additive"])
@@ -86,6 +87,7 @@ def test_dtypes(dtype, queries):
     assert_all_close(ours, reference.attention_with_mass(**float32(call)), TOLERANCE[dtype])
 
 
+@pytest.mark.few(4)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize("queries", [1, 4, 20])

@@ -68,6 +68,7 @@ def bits(cache: H2OKVCache) -> dict[str, bytes]:
 # -- files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(10)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 @pytest.mark.parametrize("prompt", [9, 60], ids=["before eviction", "after"])
@@ -297,6 +298,7 @@ def test_edited_metadata_of_an_unused_cache_is_noticed(tmp_path):
 # -- state and copies -----------------------------------------------------------------------------
 
 
+@pytest.mark.few(8)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 def test_state_is_everything(policy, mode):
@@ -333,6 +335,7 @@ def test_a_state_that_is_none_is_refused():
             H2OKVCache.from_state(state)
 
 
+@pytest.mark.few(8)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 def test_a_deep_copy_goes_its_own_way(policy, mode):
@@ -491,6 +494,7 @@ def test_trim_takes_back_no_more_than_there_is():
     assert mx.all(mx.isfinite(LAYER.feed(cache, 60, chunk=20)))
 
 
+@pytest.mark.few(6)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 def test_nothing_can_be_trimmed_once_something_was_evicted(policy, mode):
@@ -504,6 +508,7 @@ def test_nothing_can_be_trimmed_once_something_was_evicted(policy, mode):
     assert (cache.offset, bits(cache)) == (60, before)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("n", [0, 1, 8])
 @pytest.mark.parametrize("mode", ["uniform", "ragged", "plain rows"])
 @pytest.mark.parametrize("policy", ["streaming", "keydiff"])
@@ -525,6 +530,7 @@ def test_a_cache_that_is_just_full_can_be_trimmed_and_go_on(policy, mode, n):
 # -- resizing -------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     ("policy", "mode", "target"),
     [("paper", "uniform", 14)]
@@ -646,6 +652,7 @@ def test_a_cache_can_be_resized_before_it_is_used():
 # -- sizes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(8)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", ""])
 @pytest.mark.parametrize("evict_every", [1, 4])
@@ -756,6 +763,7 @@ def test_bad_settings_are_refused_with_what_to_change(arguments, text):
         cls(**arguments)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("sink", [0, 4])
 @pytest.mark.parametrize("recent", [0, 3, 0.25, 0.5, 0.9])
 @pytest.mark.parametrize("evict_every", [1, 3])
