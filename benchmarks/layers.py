@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from mlx_h2o.attention.backends import decoders
+from mlx_h2o.attention.backends import choice
 from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy
@@ -61,7 +61,7 @@ def full_layer(
     settings = CacheSettings(
         budgets=tuple(lengths), policy=policy, remainder=remainder, packing=packing
     )
-    layer = decoders.decoder_for(Lent(fields, remembered, victims), settings)
+    layer = choice.decoder_for(Lent(fields, remembered, victims), settings)
     del fields, victims, remembered
     starts = [0, *accumulate(lengths)]
     offset = EVICTED + max(lengths)

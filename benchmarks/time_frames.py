@@ -20,7 +20,7 @@ import mlx.core as mx
 from benchmarks.measuring import Arm, Samples, in_turns, timed
 from mlx_h2o import H2OKVCache, load, make_prompt_cache
 from mlx_h2o.attention.backends.choice import pack
-from mlx_h2o.engine import array_owner
+from mlx_h2o.engine import layer
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import PackedRows
 
@@ -61,7 +61,7 @@ def reading(model: object, tokens: int, packed_by: Callable[..., PackedRows]) ->
     def arm() -> float:
         cache = make_prompt_cache(model, tokens + 64, bits=BITS, budgets="uniform")
         start = time.perf_counter()
-        with mock.patch.object(array_owner, "pack", packed_by):
+        with mock.patch.object(layer, "pack", packed_by):
             for first in range(0, tokens, 512):
                 mx.eval(model(prompt[:, first : first + 512], cache=cache))
         return time.perf_counter() - start

@@ -1,5 +1,5 @@
 // A fused decode step as it is planned, and what computes it
-// (python/mlx_h2o/attention/backends/decoder.py, decoders.py).
+// (python/mlx_h2o/attention/backends/decoder.py, choice.py).
 #pragma once
 
 #include <memory>

@@ -163,7 +163,7 @@ def test_a_remainder_outweighs_no_capped_logit():
     """However wide its keys are spread: each of n capped logits is below the cap."""
     cache = H2OKVCache(24, policy="streaming")
     feed(cache, TinyLayer(), [1] * 60)
-    remainder = cache.store and cache.layer.evictions.remainder
+    remainder = cache.store and cache.layer.remainder
     q, *_ = TinyLayer().at(60)
     r = remainder.column(50 * q, TinyLayer().scale, 4.0, CAP)
     most = CAP + mx.log(remainder.count).max().item()

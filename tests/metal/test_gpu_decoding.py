@@ -9,7 +9,7 @@ from harness import recorded
 
 from mlx_h2o import H2OKVCache, make_policy
 from mlx_h2o.attention.backends import choice, metal
-from mlx_h2o.attention.backends.decoders import accepts
+from mlx_h2o.attention.backends.choice import accepts
 from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
@@ -80,7 +80,7 @@ def both(on_device, prompt, steps, sinks=None, policy="distinct", settings=None,
         on_device(kernels)
         cache = H2OKVCache(policy=make_policy(policy, **(settings or {})), **c)
         outs.append(trajectory(cache, prompt, steps, sinks, **(shape or {})))
-        assert isinstance(cache.layer.memory.decoder, GPUDecoder) == kernels
+        assert isinstance(cache.layer.decoder, GPUDecoder) == kernels
         caches.append(cache)
     on_device(True)
     return *caches, outs
@@ -130,7 +130,7 @@ def test_positions_of_more_tokens_than_16_bits_hold(on_device):
         on_device(kernels)
         for i in range(12):
             mx.eval(attend(cache, tokens(i, 1)))
-            assert isinstance(cache.layer.memory.decoder, GPUDecoder) == kernels
+            assert isinstance(cache.layer.decoder, GPUDecoder) == kernels
         held.append(cache)
     dtype = held[0].arrays()["slots.positions"].dtype
     assert dtype == WIDE
@@ -323,7 +323,7 @@ def test_a_recent_zone(on_device, monkeypatch):
             cache = H2OKVCache(policy=make_policy("h2o"), **store)
             with recorded() as launches:
                 outs.append(trajectory(cache, 12, 30))
-        assert cache.layer.memory.decoder is None
+        assert cache.layer.decoder is None
         assert kernels == any("attention_vector" in counts.kernel for counts in launches)
         caches.append(cache)
     assert_alike(*caches, outs)

@@ -36,7 +36,7 @@ def arrays(cache):
     for i, run in enumerate(cache.store.runs):
         found |= {f"{name} of run {i}": view for name, view in cache.store.views(run).items()}
         if run.victims:
-            victims = cache.layer.evictions.victims[:, run.first : run.last, -run.victims :]
+            victims = cache.layer.victims[:, run.first : run.last, -run.victims :]
             found[f"victims of run {i}"] = victims
     return found
 
@@ -70,7 +70,7 @@ def test_steps_taken_back_leave_no_trace(policy, settings, budgets, store):
             outs = [attend(c, rows(step)) for c in (cache, twin)]
         for i in range(gone):
             out = attend(cache, rows(100 * step + i))
-        assert isinstance(cache.layer.memory.decoder, GPUDecoder | None)
+        assert isinstance(cache.layer.decoder, GPUDecoder | None)
         if gone % 2:
             mx.eval(out)
         assert cache.trim(gone) == gone
@@ -85,7 +85,7 @@ def test_steps_taken_back_leave_no_trace(policy, settings, budgets, store):
 
 def _decoding_after(cache):
     attend(cache, rows(7))
-    return cache.layer.memory.decoder
+    return cache.layer.decoder
 
 
 def test_bytes_hold_with_the_journal():
@@ -93,6 +93,6 @@ def test_bytes_hold_with_the_journal():
     attend(cache, rows(0, 90))
     for step in range(8):
         mx.eval(attend(cache, rows(step)))
-        assert isinstance(cache.layer.memory.decoder, GPUDecoder)
+        assert isinstance(cache.layer.decoder, GPUDecoder)
         assert cache.nbytes <= 100_000
     assert cache.nbytes > 80_000

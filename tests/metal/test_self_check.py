@@ -70,7 +70,7 @@ def test_a_broken_kernel_is_not_used(name, on_gpu, model):
         tokens, caches = conversation(model)
     assert tokens == expected
     assert len(told) == 1
-    assert all(cache.layer.memory.decoder is None for cache in caches)
+    assert all(cache.layer.decoder is None for cache in caches)
     fused = [verdict for verdict in gpu.self_check.refused if "fused" in verdict.variant]
     assert [why in verdict.why for verdict in fused] == [True]
     line = str(describe(caches)).splitlines()[-1]
@@ -117,7 +117,7 @@ def test_what_is_not_broken_is_used(on_gpu, model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokens, caches = conversation(model)
-    assert all(isinstance(cache.layer.memory.decoder, GPUDecoder) for cache in caches)
+    assert all(isinstance(cache.layer.decoder, GPUDecoder) for cache in caches)
     assert "NOT used" not in str(describe(caches))
     with choice.only_reference():
         assert tokens == conversation(model)[0]

@@ -21,7 +21,6 @@ LATE = {
     "__init__.py",
     "attention/backends/choice.py",
     "attention/backends/cpu.py",
-    "attention/backends/decoders.py",
     "cli/__init__.py",
     "cli/serve.py",
     "attention/tracing.py",

@@ -111,7 +111,7 @@ def test_between_returns_the_kernels_keep_the_rows(tmp_path):
     decoders = []
     for i in range(3 * OFTEN.every):
         attended(cache, *rows_of(1, i + 2))
-        decoders.append(cache.layer.memory.decoder)
+        decoders.append(cache.layer.decoder)
     assert cache.back.returned > 0
     assert None not in decoders, "fused steps need the CPU kernels"
     changed = sum(a is not b for a, b in pairwise(decoders))

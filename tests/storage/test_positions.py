@@ -13,7 +13,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.attention.backends.choice import only_reference
-from mlx_h2o.engine.array_owner import Memory
+from mlx_h2o.engine.layer import Layer
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.storage import slot_store
 from mlx_h2o.storage.packed import value_lengths
@@ -196,7 +196,7 @@ def test_bookkeeping_of_a_packed_slot_takes_6_bytes() -> None:
 
 def test_a_kernel_refuses_positions_that_do_not_fit() -> None:
     held = fed(FEW - 2, budgets=[24, 31])
-    with patch.object(Memory, "fit_positions"):
+    with patch.object(Layer, "fit_positions"):
         layer().feed(held, 2)
         with pytest.raises(ValueError, match="16 bits"):
             layer().feed(held, 1)

@@ -388,7 +388,7 @@ def test_it_is_the_fused_step_that_decodes():
     cache = mixed(bits=8, recent_bits=UNPACKED)
     LAYER.feed(cache, 60, 20)
     LAYER.feed(cache, 3)
-    assert cache.layer.memory.decoder is not None
+    assert cache.layer.decoder is not None
     held = cache.nbytes
     assert held == sum(array.nbytes for array in cache.arrays().values())
 

@@ -106,10 +106,10 @@ def test_growth_moves_nothing(rows):
 def test_a_decoder_keeps_the_slots_while_they_grow(rows):
     cache = begun(rows, tokens=GROWTH_STEP - 2)
     decoded(cache, rows, GROWTH_STEP - 2, 1)
-    decoder = cache.layer.memory.decoder
+    decoder = cache.layer.decoder
     decoded(cache, rows, GROWTH_STEP - 1, 10)
     assert decoder is not None
-    assert cache.layer.memory.decoder is decoder
+    assert cache.layer.decoder is decoder
 
 
 def test_what_is_told_is_what_the_pages_take(rows):
@@ -118,9 +118,9 @@ def test_what_is_told_is_what_the_pages_take(rows):
     for count in (1, 60, 300):
         decoded(cache, rows, cache.offset, count)
         held = own_bytes() - before
-        slots = cache.layer.memory.plan.nbytes
+        slots = cache.layer.layout.nbytes
         assert slots <= held <= slots + 8 * PAGE
-    assert cache.nbytes < 1.1 * cache.layer.memory.plan.capacity * 461 / BUDGET
+    assert cache.nbytes < 1.1 * cache.layer.layout.capacity * 461 / BUDGET
 
 
 def test_a_smaller_budget_gives_pages_back_at_once(rows):
@@ -181,7 +181,7 @@ def test_a_system_without_addresses_is_told_of_once(rows, monkeypatch):
     assert len(told) == 1
     outs = decoded(cache, rows, 300, 2)
     monkeypatch.undo()
-    assert cache.layer.memory.plan.nbytes == cache.layer.memory.plan.capacity
+    assert cache.layer.layout.nbytes == cache.layer.layout.capacity
     np.testing.assert_array_equal(outs, decoded(begun(rows), rows, 300, 2))
 
 

@@ -73,7 +73,7 @@ def held_positions(cache, chunk) -> list[list[int]]:
     for run in cache.store.runs if cache.store else ():
         for head, row in enumerate(cache.slots(run).positions[0].tolist(), start=run.first):
             if chunk == 1 and run.victims:  # the new row comes into the next victim's slot
-                row.pop(cache.layer.evictions.victims[0, head, -run.victims].item())
+                row.pop(cache.layer.victims[0, head, -run.victims].item())
             held.append(sorted(row))
     return held or [[], []]
 

@@ -105,7 +105,7 @@ def held(cache) -> dict[str, bytes | tuple]:
         found[f"run {i}"] = (*astuple(run)[:4], run.victims)
         arrays |= {f"run {i} {name}": view for name, view in store.views(run).items()}
         if run.victims:
-            named = cache.layer.evictions.victims[:, run.first : run.last, -run.victims :]
+            named = cache.layer.victims[:, run.first : run.last, -run.victims :]
             arrays[f"run {i} victims"] = named
     if cache.layer.window is not None:
         found["recent"] = (cache.layer.window.length, cache.layer.window.oldest)

@@ -214,7 +214,7 @@ class BoundedKVCache:
     @property
     def remainder(self) -> Remainder | None:
         """The statistics of evicted tokens."""
-        return self._layer.evictions.remainder if self._layer else None
+        return self._layer.remainder if self._layer else None
 
     def slots(self, run: Run) -> Slots:
         """The slots of a run of `store.runs`, as its policy sees them."""
@@ -638,16 +638,15 @@ class BoundedKVCache:
 
 def _arrays(layer: Layer) -> list[mx.array]:
     """All arrays of a layer, with those of the journal."""
-    remainder = layer.evictions.remainder.arrays.values()
+    remainder = layer.remainder.arrays.values()
     return [*layer.arrays().values(), *remainder, *_undone(layer)]
 
 
 def _pieces(layer: Layer) -> dict[int, int]:
     """Bytes of all that a layer holds, by identity."""
-    memory = layer.memory
-    if (decoder := memory.decoder) is not None:  # a decoder's arrays are not shared
-        own = memory.nbytes(layer.settings.remembers)
-        return {id(decoder): own, id(layer.journal): layer.journal.nbytes}
+    if layer.decoder is not None:  # its arrays are not shared
+        own = layer.array_bytes
+        return {id(layer.decoder): own, id(layer.journal): layer.journal.nbytes}
     pieces = {id(array): array.nbytes for array in (*layer.arrays().values(), *_undone(layer))}
     return pieces | {id(a): layer.store.nbytes_of(n) for n, a in layer.store.fields.items()}
 

@@ -9,9 +9,9 @@ from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.step import attend_to_derived
 from mlx_h2o.storage.pins import true_positions
+from mlx_h2o.storage.slot_store import Fields
 from mlx_h2o.storage.softmax import Mask
 
 

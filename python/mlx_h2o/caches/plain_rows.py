@@ -10,8 +10,8 @@ from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine import eviction
-from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
+from mlx_h2o.storage.slot_store import Fields
 
 
 class PlainRowsKVCache(BoundedKVCache):
@@ -70,14 +70,14 @@ def _with_plain_rows(layer: Layer, fields: Fields) -> tuple[tuple[mx.array, mx.a
     """The rows to attend to after the remainder's, and the fields of the slots alone."""
     store = layer.store
     run = store.runs[0]
-    rows = layer.evictions.remainder.plain_rows(store.reserved)
+    rows = layer.remainder.plain_rows(store.reserved)
     if fields["positions"].shape[2] > run.budget:
         named = zip(rows, (fields["keys"], fields["values"]), strict=True)
         keys, values = (mx.concatenate([row.astype(f.dtype), f], axis=2) for row, f in named)
         return (keys, values), fields
     layer.put_plain_rows(rows)
     fetched = store.view(run, "keys", True), store.view(run, "values", True)
-    return fetched, layer.memory.attended()[0]
+    return fetched, layer.attended()[0]
 
 
 def _mask(layer: Layer, N: int, lost: int) -> mx.array:

@@ -82,7 +82,7 @@ def tried(
             call = AttentionCall(q[:, :, one], rows.scale, None, sinks, rows.softcap)
             outs.append(update_and_attend(layer, call, k[:, :, one], v[:, :, one]))
         out = mx.concatenate(outs, axis=2).reshape(B, settings, Hq, end - start, -1)
-        mx.eval(out, layer.side_state() if layer.memory.decoder is None else [])
+        mx.eval(out, layer.side_state() if layer.decoder is None else [])
         yield start, out
 
 

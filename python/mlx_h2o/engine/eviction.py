@@ -9,12 +9,11 @@ import mlx.core as mx
 
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.budgets.tensor_parallel import mean_of_ranks
-from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.policy_view import evictable_of, slots_of
 from mlx_h2o.policies import selection
 from mlx_h2o.storage.pins import true_positions
-from mlx_h2o.storage.slot_store import Run
+from mlx_h2o.storage.slot_store import Fields, Run
 
 
 def settle(
@@ -49,7 +48,7 @@ def choose_victims(layer: Layer) -> None:
     due = [run for run in layer.runs if run.length == run.budget and not run.victims]
     if not due:
         return
-    store, named = layer.store, layer.evictions.victims
+    store, named = layer.store, layer.victims
     chosen = []
     for run in layer.runs:
         if run in due:
@@ -73,7 +72,7 @@ def resize(layer: Layer, settings: CacheSettings) -> None:
     layer.regroup(settings, budgets)
     if not layer.offset:  # no tokens are held yet
         return
-    settle(layer, layer.memory.attended(beyond))
+    settle(layer, layer.attended(beyond))
     # Heads whose budgets are now equal form one run.
     layer.regroup(settings, budgets)
     choose_victims(layer)

@@ -162,7 +162,7 @@ def _pairs(
                 own = MASS if "logits" not in str(variant.form[0]) else tolerance
                 pairs[f"scores of run {run}"] = Pair(ours["scores"], theirs["scores"], own)
         if expected.settings.remembers:
-            of_both = computed.evictions.remainder.arrays, expected.evictions.remainder.arrays
+            of_both = computed.remainder.arrays, expected.remainder.arrays
             pairs |= {
                 name: Pair(of_both[0][name], of_both[1][name], STATISTICS) for name in of_both[1]
             }

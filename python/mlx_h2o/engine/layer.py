@@ -1,4 +1,8 @@
-"""The state of one layer (slots, recent window, remainder, victims) and all changes to it."""
+"""The state of one layer (slots, recent window, remainder, victims) and all changes to it.
+
+During fused decode steps a decoder has the layer's arrays, and changes them in place. Whatever
+reads or changes an array takes all of them back first; lengths are current at any time.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, PlannedToken
+from mlx_h2o.attention.backends.choice import decoder_for, is_on_device, pack
+from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.engine.array_owner import Evictions, Fields, Memory, fields_of, marked
 from mlx_h2o.engine.return_state import ReturnState
 from mlx_h2o.spill.layer_rows import STORED, LayerRows
 from mlx_h2o.storage.journal import Journal
-from mlx_h2o.storage.packed import dense
+from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import stored_positions
 from mlx_h2o.storage.recent_window import RecentWindow
-from mlx_h2o.storage.slot_store import Run, SlotStore
+from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.storage.slot_store import Fields, Run, SlotStore
 
 
 class RowType(NamedTuple):
@@ -61,63 +66,111 @@ def _row_type(batch: int, heads: int, width: int, dtype: str) -> RowType:
 class Layer:
     """The bounded memory of one layer; its first rows determine its row types.
 
-    Args:
+    Attributes:
         settings: The layer's settings; its budgets are known.
         types: The row types of "keys" and "values".
-        memory: The layer's arrays.
+        window: The newest tokens, or None if they are stored as all others.
+        decoder: The decoder that has the arrays now, or None.
         offset: The next logical position.
         aged_from: The position from which scores count (`engine/pins_and_turns.py`).
+        journal: The last steps, for `trim`.
+        spill: The way of its rows into a file, or None (`spill/layer_rows.py`).
+        back: What rows need to come back from the file, or None (`engine/returning.py`).
     """
 
     def __init__(
         self,
         settings: CacheSettings,
         types: dict[str, RowType],
-        memory: Memory,
+        store: SlotStore,
+        remainder: Remainder,
+        window: RecentWindow | None = None,
+        victims: mx.array | None = None,
         offset: int = 0,
         aged_from: int = 0,
     ):
-        self.settings, self.policy, self.packing = settings, settings.policy, settings.packing
+        self.settings, self.types, self.window = settings, types, window
+        self.policy, self.packing = settings.policy, settings.packing
         self.offset, self.aged_from = offset, aged_from
         self.journal = Journal(settings.undo)
-        self.memory = memory
-        self.types = types
-        #: The way of its rows into a file, or None (`spill/layer_rows.py`).
+        self.decoder: Decoder | None = None
         self.spill: LayerRows | None = None
-        #: What rows need to come back from the file, or None (`engine/returning.py`).
         self.back: ReturnState | None = None
+        self._store, self._remainder, self._victims = store, remainder, victims
 
     # -- the rows held ----------------------------------------------------------------------------
 
     @property
-    def runs(self) -> list[Run]:
-        """The runs of neighbouring heads with equal budgets."""
-        return self.memory.runs
+    def layout(self) -> SlotStore:
+        """The slots' runs, places and lengths; their fields may be with the decoder."""
+        return self._store
 
     @property
-    def window(self) -> RecentWindow | None:
-        """The newest tokens, or None if they are stored as all others."""
-        return self.memory.window
+    def runs(self) -> list[Run]:
+        """The runs of neighbouring heads with equal budgets."""
+        return self._store.runs
 
     @property
     def store(self) -> SlotStore:
-        """The slots with their arrays."""
-        return self.memory.store
+        """The slots with their fields."""
+        self.take_back()
+        return self._store
 
     @property
-    def evictions(self) -> Evictions:
-        """The remainder and the victims."""
-        return self.memory.evictions
+    def remainder(self) -> Remainder:
+        """The statistics of evicted tokens."""
+        self.take_back()
+        return self._remainder
+
+    @property
+    def victims(self) -> mx.array | None:
+        """Slots to overwrite next, `[B, H, evict_every]` int32; None until some are named.
+
+        Each run knows how many of them are left.
+        """
+        self.take_back()
+        return self._victims
 
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name."""
-        return self.memory.arrays(self.settings.remembers)
+        arrays = {f"slots.{name}": field for name, field in self.store.fields.items()}
+        if self.settings.remembers:
+            of_remainder = self._remainder.arrays.items()
+            arrays |= {f"remainder.{name}": array for name, array in of_remainder}
+        if self._victims is not None:
+            arrays["victims"] = self._victims
+        if self.window is not None:
+            arrays |= {f"recent.{name}": field for name, field in self.window.fields.items()}
+        return arrays
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of all arrays, and of slots in a reserved range those in use."""
+        slots = self._store.nbytes
+        if self.decoder is not None:
+            return self.decoder.nbytes - self._store.capacity + slots
+        beside = self.arrays().items()
+        return slots + sum(a.nbytes for name, a in beside if not name.startswith("slots."))
+
+    def attended(self, beyond: Fields | None = None) -> list[Fields]:
+        """For each run, all fields of its slots, then of rows beyond its budget."""
+        store = self.store
+        if beyond is None:
+            return [store.views(run) for run in store.runs]
+        parts = []
+        for run in store.runs:
+            new = {name: row[:, run.first : run.last] for name, row in beyond.items()}
+            if run.length:
+                old = store.views(run)
+                new = {name: mx.concatenate([old[name], new[name]], axis=2) for name in new}
+            parts.append(new)
+        return parts
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything held, with steps to undo and rows that wait for a file."""
         beside = sum(part.nbytes for part in (self.spill, self.back) if part is not None)
-        return self.memory.nbytes(self.settings.remembers) + self.journal.nbytes + beside
+        return self.array_bytes + self.journal.nbytes + beside
 
     @property
     def recently_held(self) -> int:
@@ -181,12 +234,12 @@ class Layer:
             ones last. Where N exceeds the run's budget, the caller must reduce them (`keep`).
         """
         L, first = keys.shape[2], self.offset
-        self.memory.fit_positions(first + L)
-        self.memory.take_back()
+        self.fit_positions(first + L)
+        self.take_back()
         self._note(L)
         rows: Fields | None
         if self.window is None:
-            rows = marked(self.settings, fields_of(self.settings, keys, values, first))
+            rows = marked(self.settings, new_fields(self.settings, keys, values, first))
         else:
             rows = marked(self.settings, self.window.push(keys, values, first))
         if self.spill is not None and self.window is not None:
@@ -203,7 +256,7 @@ class Layer:
                 self.store.append(rows)
             else:
                 beyond = rows
-        return self.memory.attended(beyond)
+        return self.attended(beyond)
 
     def _note(self, L: int) -> None:
         """Note in the journal what L new tokens will change, if they can be taken back."""
@@ -212,21 +265,21 @@ class Layer:
         if L > 1:
             self.journal.clear()
         else:
-            store, victims = self.store, self.evictions.victims
-            self.journal.begin(store, self.window, self.offset).note(store, self.window, victims)
+            store, window = self.store, self.window
+            self.journal.begin(store, window, self.offset).note(store, window, self._victims)
 
     def _write_one(self, rows: Fields) -> None:
         """Store one row per head in the next unused slot, or over a victim, which is folded."""
-        store, evictions = self.store, self.evictions
+        store = self.store
         store.reserve(1, rows)
-        slots, overwritten = store.take_slots(evictions.victims, rows["keys"].shape[0])
+        slots, overwritten = store.take_slots(self._victims, rows["keys"].shape[0])
         flat = store.flat_index_of_heads(slots)
         remembers = self.settings.remembers
         if any(overwritten) and (remembers or self.settings.undo):
             old = {name: store.take(flat, name) for name in rows}
             read: list[mx.array] = []
             if self.settings.undo:
-                remainder = evictions.remainder if remembers else None
+                remainder = self._remainder if remembers else None
                 read += self.journal.note_overwritten(slots, old, remainder)
             if remembers:
                 weights = None if all(overwritten) else mx.array(overwritten, mx.float32)
@@ -234,7 +287,7 @@ class Layer:
                     {name: row[:, :, None] for name, row in old.items()},
                     weights if weights is None else weights[None, :, None],
                 )
-                read += evictions.remainder.arrays.values()
+                read += self._remainder.arrays.values()
             # Read first: with a read still to come the write would copy the whole buffer.
             flat = mx.depends(flat, read)
         store.put(flat, {name: row.squeeze(2) for name, row in rows.items()})
@@ -247,13 +300,13 @@ class Layer:
             weights: The count of each row, broadcastable to `[B, heads, M]`.
             first: The first of these heads; None if they are all of the layer's.
         """
-        evictions = self.evictions
+        remainder = self.remainder
         keys, values = (dense(self.packing.rows(name, rows)) for name in ("keys", "values"))
         if first is None:
-            evictions.remainder = evictions.remainder.fold(keys, values, weights)
+            self._remainder = remainder.fold(keys, values, weights)
             return
-        part = evictions.remainder.heads(first, first + keys.shape[1]).fold(keys, values, weights)
-        evictions.remainder = evictions.remainder.with_heads(first, part)
+        part = remainder.heads(first, first + keys.shape[1]).fold(keys, values, weights)
+        self._remainder = remainder.with_heads(first, part)
 
     def unfold(self, rows: Fields, first: int) -> None:
         """Take rows that come back out of the remainder.
@@ -264,10 +317,10 @@ class Layer:
         """
         if not self.settings.remembers:
             return
-        evictions = self.evictions
+        remainder = self.remainder
         keys, values = (dense(self.packing.rows(name, rows)) for name in ("keys", "values"))
-        part = evictions.remainder.heads(first, first + keys.shape[1]).without(keys, values)
-        evictions.remainder = evictions.remainder.with_heads(first, part)
+        part = remainder.heads(first, first + keys.shape[1]).without(keys, values)
+        self._remainder = remainder.with_heads(first, part)
 
     # -- results of attention and eviction --------------------------------------------------------
 
@@ -282,7 +335,7 @@ class Layer:
 
     def keep(self, kept: Sequence[Fields]) -> None:
         """Replace all slots by fields `[B, heads, length, ...]` for each run."""
-        folded = self.evictions.remainder.arrays.values() if self.settings.remembers else ()
+        folded = self.remainder.arrays.values() if self.settings.remembers else ()
         self.store.replace(kept, list(folded))
         self.forget_victims()
 
@@ -293,14 +346,17 @@ class Layer:
             due: The runs with new victims.
             victims: Victims of all heads, `[B, H, evict_every]` int32.
         """
+        self.take_back()
         for run in due:
-            self.store.name_victims(run, victims.shape[2])
-        self.evictions.victims = victims
+            run.victims = victims.shape[2]
+        self._victims = victims
 
     def forget_victims(self) -> None:
         """Make every full run choose its victims anew."""
-        self.evictions.victims = None
-        self.store.forget_victims()
+        self.take_back()
+        for run in self.runs:
+            run.victims = 0
+        self._victims = None
 
     def regroup(self, settings: CacheSettings, budgets: Sequence[int]) -> None:
         """Give the heads other budgets, which a run may exceed; earlier steps cannot be taken back.
@@ -330,7 +386,7 @@ class Layer:
 
     def resize_window(self, size: int) -> Fields | None:
         """Change how many tokens the recent window holds; return rows that leave, or None."""
-        self.memory.take_back()
+        self.take_back()
         assert self.window is not None
         return marked(self.settings, self.window.resize(size, self.offset))
 
@@ -351,18 +407,17 @@ class Layer:
         self.aged_from = min(self.aged_from, max(self.offset - n - 1, 0))
         undone = min(n, len(self.journal))
         if undone:
-            evictions = self.evictions
             before = self.journal.take_back(undone, self.store, self.window)
             self.offset, remainder, victims = before
-            evictions.remainder = remainder or evictions.remainder
-            evictions.victims = evictions.victims if victims is None else victims
+            self._remainder = remainder or self._remainder
+            self._victims = self._victims if victims is None else victims
         older = n - undone
         if older:  # no token was evicted before these steps
             store = self.store
             self.offset -= older
             store.shorten(older - (self.window.trim(older) if self.window else 0))
             self.forget_victims()
-        self.memory.fit_positions(self.offset)
+        self.fit_positions(self.offset)
         if self.spill is not None:
             self.spill.trim(self.offset)
 
@@ -375,25 +430,96 @@ class Layer:
             keys: `[B, H, 1, D]`, or other rows like these.
             values: `[B, H, 1, Dv]`, or other rows like these.
         """
-        memory, window = self.memory, self.memory.window
-        memory.fit_positions(self.offset + 1)
-        decoder = memory.lent(self.settings, keys, values)
-        before = None
-        if self.settings.undo:
-            before = self.journal.begin(memory.plan, window, self.offset)
+        store, window = self._store, self.window
+        self.fit_positions(self.offset + 1)
+        decoder = self._lend(keys, values)
+        before = self.journal.begin(store, window, self.offset) if self.settings.undo else None
         self.offset += 1
         recent = window.advance() if window is not None else None
         stays = recent is not None and not recent.leaving
-        heads = tuple(head for run in memory.runs for head in self._advanced(run, stays))
-        return decoder, PlannedToken(self.offset, heads, recent, before, self.aged_from)
+        heads = list[HeadPlan]()
+        for run in store.runs:
+            heads += self._advanced(run, stays)
+        return decoder, PlannedToken(self.offset, tuple(heads), recent, before, self.aged_from)
 
     def _advanced(self, run: Run, stays: bool) -> list[HeadPlan]:
         """A run's plans for one token; where the token `stays` in the window, slots get no row."""
         every = self.policy.evict_every
-        victim = -1 if stays else self.memory.plan.advance(run, every)
+        victim = -1 if stays else run.advance(every)
         choose = self.slots_are_next and run.length == run.budget and run.victims == 0
         if choose:
-            self.memory.plan.name_victims(run, every)
+            run.victims = every
         protected, lost = self.policy.recent_slots(self.budget_of(run)), self.lost(run)
         starts = range(run.start, run.start + run.heads * run.allocated, run.allocated)
         return [HeadPlan(s, run.length, victim, protected, lost, choose) for s in starts]
+
+    def _lend(self, keys: mx.array, values: mx.array) -> Decoder:
+        """Give the arrays, with room for one more row, to the default device's decoder."""
+        window = self.window
+        slots_short = any(run.length == run.allocated < run.budget for run in self._store.runs)
+        short = slots_short or (window is not None and window.needs_room)
+        if self.decoder is not None and not short and is_on_device(self.decoder):
+            return self.decoder
+        self.take_back()
+        if slots_short:
+            self._store.reserve(1, new_fields(self.settings, keys, values, 0))
+        victims, self._victims = self._victims, None
+        if victims is None:
+            shape = (keys.shape[0], self._store.heads, self.policy.evict_every)
+            victims = mx.zeros(shape, mx.int32)
+        recent = window.lend() if window is not None else None
+        # The decoder gets the only references, so that it writes in place.
+        lent = Lent(self._store.lend(), self._remainder, victims, recent)
+        del self._remainder
+        self.decoder = decoder_for(lent, self.settings)
+        return self.decoder
+
+    def take_back(self) -> None:
+        """Take all arrays back from the decoder."""
+        if self.decoder is None:
+            return
+        lent = self.decoder.end()
+        self._store.get_back(lent.fields)
+        if self.window is not None and lent.window is not None:
+            self.window.get_back(lent.window)
+        self._remainder, self._victims, self.decoder = lent.remainder, lent.victims, None
+
+    def fit_positions(self, tokens: int) -> None:
+        """Make positions as wide as so many tokens need."""
+        if not self._store.positions_fit(tokens):
+            self.store.fit_positions(tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle and copy; steps planned ahead are kept, so that they go on alike."""
+        self.take_back()
+        return vars(self)
+
+
+def new_fields(settings: CacheSettings, keys: mx.array, values: mx.array, first: int) -> Fields:
+    """New rows `[B, H, L, ...]` by field, for the positions from `first` on.
+
+    Args:
+        settings: The layer's settings.
+        keys: `[B, H, L, D]`.
+        values: `[B, H, L, Dv]`.
+        first: The position of the first row.
+    """
+    B, H, L, _ = keys.shape
+    new = mx.arange(first, first + L, dtype=mx.int32)
+    fields = {
+        **settings.packing.fields("keys", keys, pack),
+        **settings.packing.fields("values", values, pack),
+        "positions": mx.broadcast_to(new, (B, H, L)),
+    }
+    if settings.policy.needs_attention:
+        fields["scores"] = mx.zeros((B, H, L))
+    if settings.policy.keeps_value_lengths(settings.packing):
+        fields["value_lengths"] = value_lengths(values)
+    return fields
+
+
+def marked(settings: CacheSettings, rows: Fields | None) -> Fields | None:
+    """Rows with positions as slots store them, which mark pins."""
+    if rows is None or not settings.pins:
+        return rows
+    return {**rows, "positions": stored_positions(rows["positions"], settings.pins)}

@@ -13,9 +13,8 @@ from mlx_h2o.budgets.cost import LayerShare, RowWidths, slots_for_bytes
 from mlx_h2o.budgets.plan import starts_narrow, while_narrow
 from mlx_h2o.budgets.settings import CacheSettings, Stage
 from mlx_h2o.engine import saved_state
-from mlx_h2o.engine.array_owner import Evictions, Memory, fields_of
 from mlx_h2o.engine.eviction import recent_size
-from mlx_h2o.engine.layer import Layer, RowType
+from mlx_h2o.engine.layer import Layer, RowType, new_fields
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.shapes import check_shapes
 from mlx_h2o.storage.packed import Packing, value_lengths
@@ -63,10 +62,10 @@ def open_layer(
     store = SlotStore(of_slots, reserved, in_range=lies_in_range(settings))
     if window is not None:
         # So that there are fields to read while all tokens are in the recent window.
-        store.reserve(1, fields_of(settings, keys[:, :, :1], values[:, :, :1], 0))
+        store.reserve(1, new_fields(settings, keys[:, :, :1], values[:, :, :1], 0))
     types = {"keys": RowType.of(keys), "values": RowType.of(values)}
-    evictions = Evictions(Remainder.empty(B, H, D, Dv))
-    return Layer(settings, types, Memory(store, window, evictions)), LayerShare(H, widths)
+    remainder = Remainder.empty(B, H, D, Dv)
+    return Layer(settings, types, store, remainder, window), LayerShare(H, widths)
 
 
 def _sized(
@@ -170,11 +169,10 @@ def restored(
     remainder = Remainder.empty(B, heads, widths.key, widths.value)
     if remembers:
         remainder = Remainder(**_under("remainder.", arrays))
-    evictions = Evictions(remainder, arrays.get("victims"))
-    memory = Memory(store, window, evictions)
     # Files from before turns were added have no position from which ages count.
     aged_from = config.get("aged_from", 0)
-    return Layer(settings, types, memory, config["offset"], aged_from), share
+    of_arrays = store, remainder, window, arrays.get("victims")
+    return Layer(settings, types, *of_arrays, config["offset"], aged_from), share
 
 
 def lies_in_range(settings: CacheSettings) -> bool:

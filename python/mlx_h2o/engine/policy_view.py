@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.policies import Slots, selection
 from mlx_h2o.storage.packed import AnyRows, dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
-from mlx_h2o.storage.slot_store import Run
+from mlx_h2o.storage.slot_store import Fields, Run
 
 
 def rows_of(layer: Layer, run: Run, fields: Fields) -> tuple[AnyRows, AnyRows]:
@@ -85,7 +84,7 @@ def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
         offset=layer.offset,
         evictable=evictable_of(layer, run, stored),
         evicted=evicted,
-        evicted_mean_key=layer.evictions.remainder.mean_key[:, run.first : run.last],
+        evicted_mean_key=layer.remainder.mean_key[:, run.first : run.last],
         value_lengths=lengths,
         aged_from=layer.aged_from,
     )

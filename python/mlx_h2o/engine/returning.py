@@ -27,8 +27,7 @@ import numpy as np
 from mlx_h2o.attention.backends.reference import softcapped
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.engine import eviction
-from mlx_h2o.engine.array_owner import Fields, marked
-from mlx_h2o.engine.layer import Layer
+from mlx_h2o.engine.layer import Layer, marked
 from mlx_h2o.engine.policy_view import rows_of
 from mlx_h2o.engine.return_state import Credit, ReturnState
 from mlx_h2o.spill.layer_rows import LayerRows
@@ -38,7 +37,7 @@ from mlx_h2o.spill.parts import of_bits
 from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.rope import without_gaps
-from mlx_h2o.storage.slot_store import Run
+from mlx_h2o.storage.slot_store import Fields, Run
 
 #: A wanted row makes the rows behind it wanted, each by this factor less than the one before: when
 #: the model finds where a fact is told, it reads on from there.
@@ -123,7 +122,7 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
     if (frame := layer.settings.frame) is not None:
         q, own = frame.enter_queries(q), None if own is None else frame.enter(own)
     q = q.astype(mx.float32) * call.scale
-    slots = layer.memory.attended()
+    slots = layer.attended()
     probe = _probe(layer, q, slots, own, call)
     try:
         _digest_new_pages(layer, back, spill)
@@ -182,7 +181,7 @@ def _probe(
     total = mx.concatenate(sums)
     if layer.settings.remainder:
         saturation = layer.settings.saturations(H)
-        column = layer.evictions.remainder.column(q, 1.0, saturation, call.softcap)
+        column = layer.remainder.column(q, 1.0, saturation, call.softcap)
         total = mx.logaddexp(total, column.reshape(total.shape))
     if own is not None:
         L = own.shape[2]

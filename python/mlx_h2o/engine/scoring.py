@@ -16,7 +16,6 @@ from mlx_h2o.attention.ops import (
     scaled_dot_product_attention_with_mass,
     scaled_dot_product_attention_with_scores,
 )
-from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.policy_view import ranked_of, rows_of
 from mlx_h2o.policies import Observation, ObservedMass, Policy
@@ -24,7 +23,7 @@ from mlx_h2o.storage.packed import AnyRows, dense, first_rows
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.remainder import Remainder
 from mlx_h2o.storage.rope import without_gaps
-from mlx_h2o.storage.slot_store import Run
+from mlx_h2o.storage.slot_store import Fields, Run
 from mlx_h2o.storage.softmax import block_of
 
 
@@ -59,7 +58,7 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
     group = call.q.shape[1] // heads
     remainder, saturation = None, tuple[float, ...]()
     if layer.settings.remainder and layer.lost_beside(fields):
-        remainder = layer.evictions.remainder.heads(run.first, run.last)
+        remainder = layer.remainder.heads(run.first, run.last)
         saturation = layer.settings.saturations(layer.store.heads)[run.first : run.last]
     keys, values = rows_of(layer, run, fields)
     if layer.settings.rope is not None:

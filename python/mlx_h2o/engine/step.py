@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_h2o.attention.backends.choice import accepts, step_together
 from mlx_h2o.attention.backends.decoder import DecodeStep
-from mlx_h2o.attention.backends.decoders import accepts, step_together
 from mlx_h2o.attention.backends.self_check import Error
 from mlx_h2o.attention.backends.self_check_variants import FusedVariant
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine import eviction, fused_case
-from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.return_state import ReturnState
 from mlx_h2o.engine.returning import bring_back, is_due
@@ -25,6 +24,7 @@ from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
 from mlx_h2o.spill.layer_rows import PLAIN
 from mlx_h2o.storage.journal import single_steps
 from mlx_h2o.storage.pins import is_pinned
+from mlx_h2o.storage.slot_store import Fields
 
 
 def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
@@ -69,7 +69,7 @@ def _bring_back(layer: Layer, back: ReturnState, call: AttentionCall, k: mx.arra
     """Let evicted rows come back if it is time, and note the queries for the next time."""
     if is_due(back, layer, k.shape[2]):
         bring_back(layer, call, k)
-    back.note(call.q, layer.memory.plan.heads)  # `store` would take the arrays back
+    back.note(call.q, layer.layout.heads)  # `store` would take the arrays back
 
 
 def grow(layer: Layer, length: int) -> None:

@@ -50,7 +50,7 @@ def fit_values(layer: Layer, keys: mx.array, values: mx.array, asked: AttentionC
     columns = mx.full((B, H, q.shape[1] // H * q.shape[2], 1), -mx.inf)
     means = mx.zeros((B, H, 1, values.shape[-1]))
     if layer.settings.remainder:
-        rest, orders = layer.evictions.remainder, layer.settings.saturations(H)
+        rest, orders = layer.remainder, layer.settings.saturations(H)
         columns = rest.column(q, asked.scale, orders, asked.softcap).reshape(columns.shape)
         means = rest.mean_value[:, :, None]
     queries = (q.astype(mx.float32) * asked.scale).reshape(B, H, columns.shape[2], -1)

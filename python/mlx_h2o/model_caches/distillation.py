@@ -169,7 +169,7 @@ class LearningCache(Looking):
         columns = [logits(self.rows["keys"]) + self.there, own]
         seen = [self.rows["values"], new["values"]]
         if settings.remainder:
-            rest, orders = self.layer.evictions.remainder, settings.saturations(H)
+            rest, orders = self.layer.remainder, settings.saturations(H)
             columns.append(rest.column(q, call.scale, orders, call.softcap).reshape(H, -1, 1))
             seen.append(rest.mean_value[0, :, None])
         if call.sinks is not None:

@@ -25,6 +25,9 @@ import mlx.core as mx
 
 from mlx_h2o.storage import reserved_range
 
+#: The fields of some rows, by name: `[B, heads, N, ...]` each.
+Fields = dict[str, mx.array]
+
 # Slots allocated at a time until the budget is reached, as mlx-lm's KVCache grows.
 GROWTH_STEP = 256
 
@@ -54,6 +57,14 @@ class Run:
     @property
     def heads(self) -> int:
         return self.last - self.first
+
+    def advance(self, evict_every: int) -> int:
+        """Take the next slot, for a decoder; return the index of the victim in it, or -1."""
+        if self.length < self.budget:
+            self.length += 1
+            return -1
+        self.victims -= 1
+        return evict_every - self.victims - 1
 
 
 def runs_of(budgets: Sequence[int], lengths: Sequence[int] | None = None) -> list[Run]:
@@ -374,27 +385,10 @@ class SlotStore:
                 run.length += 1
         return slots, overwritten
 
-    def advance(self, run: Run, evict_every: int) -> int:
-        """Take a run's next slot, for a decoder; return the index of the victim in it, or -1."""
-        if run.length < run.budget:
-            run.length += 1
-            return -1
-        run.victims -= 1
-        return evict_every - run.victims - 1
-
     def shorten(self, count: int) -> None:
         """Forget the last `count` slots of every head."""
         for run in self.runs:
             run.length -= count
-
-    def name_victims(self, run: Run, count: int) -> None:
-        """Note that `count` slots of a run are named to be overwritten next."""
-        run.victims = count
-
-    def forget_victims(self) -> None:
-        """Note that no slots are named to be overwritten next."""
-        for run in self.runs:
-            run.victims = 0
 
     def return_to(self, runs: Sequence[Run]) -> None:
         """Set lengths and named victims to those of these runs."""

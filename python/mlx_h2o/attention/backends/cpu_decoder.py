@@ -18,8 +18,10 @@ class CPUDecoder(Decoder):
 
     Args:
         lent: The arrays; there must be no other reference to them, or the kernel copies them once.
-        settings: The layer's settings; `decoders.accepts` must be true of them.
+        settings: The layer's settings; `choice.accepts` must be true of them.
     """
+
+    on_gpu = False
 
     def __init__(self, lent: Lent, settings: CacheSettings):
         packing = settings.packing

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -109,9 +109,11 @@ class Decoder(ABC):
     """A layer whose arrays kernels hold.
 
     Attributes:
+        on_gpu: Whether the kernels are a GPU's.
         nbytes: Bytes of all its arrays.
     """
 
+    on_gpu: ClassVar[bool]
     nbytes: int
 
     @abstractmethod

@@ -188,7 +188,7 @@ class Gpu:
         return proven and gpu_decoder.writes_in_place(self.launcher)
 
     def decoder(self, lent: Lent, settings: CacheSettings) -> Decoder:
-        """See `decoders.decoder_for`."""
+        """See `choice.decoder_for`."""
         return gpu_decoder.GPUDecoder(self.launcher, self.architecture(), lent, settings)
 
 

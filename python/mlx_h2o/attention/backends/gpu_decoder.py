@@ -51,8 +51,10 @@ class GPUDecoder(Decoder):
         launcher: The GPU's launcher.
         architecture: The GPU's name, by which attention shares out its work.
         lent: The layer's arrays.
-        settings: The layer's settings; `decoders.accepts` must be true of them.
+        settings: The layer's settings; `choice.accepts` must be true of them.
     """
+
+    on_gpu = True
 
     def __init__(self, launcher: Launcher, architecture: str, lent: Lent, settings: CacheSettings):
         self._launcher = launcher
