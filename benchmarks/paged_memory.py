@@ -31,7 +31,8 @@ from mlx_h2o import H2OKVCache
 from mlx_h2o._utils.free_memory import give_back
 from mlx_h2o.caches.conversation import bounded_entries
 from mlx_h2o.storage import reserved_range
-from mlx_h2o.storage.slot_store import GROWTH_STEP, SlotStore
+from mlx_h2o.storage.paged_slots import PagedSlotStore
+from mlx_h2o.storage.slot_store import GROWTH_STEP
 
 RANGE, COPIES = "reserved range", "copies"
 MIB = 1 << 20
@@ -129,7 +130,7 @@ def growth_in_time(args: argparse.Namespace) -> Iterator[Figure]:
 
 def growth_in_memory(kind: str, args: argparse.Namespace) -> Iterator[Figure]:
     """A store that takes rows until it has all tokens."""
-    store = SlotStore([args.tokens] * STORED_HEADS, in_range=True)
+    store = PagedSlotStore([args.tokens] * STORED_HEADS)
     drawn = mx.random.normal((1, STORED_HEADS, ROWS, STORED_WIDTH))
     positions = mx.zeros((1, STORED_HEADS, ROWS), mx.int32)
     mx.eval(drawn, positions)

@@ -527,7 +527,8 @@ def test_a_damaged_victim_stays_within_its_head(victim):
     with pytest.raises(ValueError, match="to be overwritten"):
         H2OKVCache.from_state((arrays | {"victims": damaged}, config))
     hurt = H2OKVCache.from_state((arrays, config))
-    hurt.layer.victims = damaged  # past the check of what is loaded: the kernel clamps all the same
+    # Past the check of what is loaded: the kernel clamps all the same.
+    hurt.layer.name_victims([], damaged)
     talk = Talk(TinyLayer(batch=2))
     for held in (cache, hurt):
         talk.decode(held, 20)

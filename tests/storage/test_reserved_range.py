@@ -10,7 +10,8 @@ import pytest
 
 from mlx_h2o import H2OKVCache
 from mlx_h2o.storage import reserved_range
-from mlx_h2o.storage.slot_store import GROWTH_STEP, SlotStore
+from mlx_h2o.storage.paged_slots import PagedSlotStore
+from mlx_h2o.storage.slot_store import GROWTH_STEP
 
 pytestmark = pytest.mark.skipif(
     not reserved_range.is_available() or mx.default_device() != mx.Device(mx.cpu),
@@ -201,7 +202,7 @@ def test_too_many_addresses_are_refused_by_the_system():
 
 
 def test_small_stores_take_no_range():
-    store = SlotStore([16], in_range=True)
+    store = PagedSlotStore([16])
     row = mx.zeros((1, 1, 1, 8))
     store.append({"keys": row, "values": row, "positions": mx.zeros((1, 1, 1), mx.int32)})
     assert store.nbytes == store.capacity == 16 * (2 * 8 * 4 + 2)

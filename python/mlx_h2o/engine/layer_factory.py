@@ -18,6 +18,7 @@ from mlx_h2o.engine.layer import Layer, RowType, new_fields
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.shapes import check_shapes
 from mlx_h2o.storage.packed import Packing, value_lengths
+from mlx_h2o.storage.paged_slots import PagedSlotStore
 from mlx_h2o.storage.recent_window import RecentWindow
 from mlx_h2o.storage.remainder import Remainder, plain_rows_for
 from mlx_h2o.storage.slot_store import SlotStore, position_dtype
@@ -59,7 +60,7 @@ def open_layer(
     check_shapes(settings.policy, H, D, Dv)
     if settings.budgets is None:
         settings = replace(settings.resized(budgets), filling=filling)
-    store = SlotStore(of_slots, reserved, in_range=lies_in_range(settings))
+    store = _store_class(settings)(of_slots, reserved)
     if window is not None:
         # So that there are fields to read while all tokens are in the recent window.
         store.reserve(1, new_fields(settings, keys[:, :, :1], values[:, :, :1], 0))
@@ -154,7 +155,7 @@ def restored(
     saved_state.check_indices(arrays, runs, config["reserved"], settings, newest)
     held = _under("slots.", arrays)
     held["positions"] = held["positions"].astype(position_dtype(config["offset"]))
-    store = SlotStore.of(runs, config["reserved"], held, in_range=lies_in_range(settings))
+    store = _store_class(settings).of(runs, config["reserved"], held)
     window = None
     if numbers:
         window = window_of(settings, numbers["size"])
@@ -173,6 +174,10 @@ def restored(
     aged_from = config.get("aged_from", 0)
     of_arrays = store, remainder, window, arrays.get("victims")
     return Layer(settings, types, *of_arrays, config["offset"], aged_from), share
+
+
+def _store_class(settings: CacheSettings) -> type[SlotStore]:
+    return PagedSlotStore if lies_in_range(settings) else SlotStore
 
 
 def lies_in_range(settings: CacheSettings) -> bool:

@@ -5,9 +5,8 @@ of slots in it, and the first `length` of them (after `reserved` ones) are in us
 budgets the same memory reads `[B, H, N, ...]`. Neighbouring heads with equal budgets form a run,
 and are processed together.
 
-Where the fields lie in a reserved range (`storage/reserved_range.py`), every head's slots begin
-at a fixed place with room for the largest budget, and nothing moves while heads grow and shrink.
-Else memory is allocated in steps, and each step copies what is there.
+Memory is allocated in steps, and each step copies what is there; `storage/paged_slots.py` has the
+store whose slots stay where they are.
 
 A slot's position takes 16 bits while the conversation's positions fit into them, then 32.
 Positions are signed, since a pinned token's position is stored as its complement
@@ -16,14 +15,11 @@ Positions are signed, since a pinned token's position is stored as its complemen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Self
 
 import mlx.core as mx
-
-from mlx_h2o.storage import reserved_range
 
 #: The fields of some rows, by name: `[B, heads, N, ...]` each.
 Fields = dict[str, mx.array]
@@ -91,32 +87,26 @@ class SlotStore:
     Args:
         budgets: Slots that each head may use.
         reserved: See above.
-        in_range: Whether the fields should lie in a reserved range, where that pays.
     """
 
-    def __init__(self, budgets: Sequence[int], reserved: int = 0, in_range: bool = False):
+    def __init__(self, budgets: Sequence[int], reserved: int = 0):
         self.runs = runs_of(budgets)
         self.reserved = reserved
         self.fields: dict[str, mx.array] = {}
         self._wide = False  # whether positions take 32 bits
-        self._in_range = in_range
-        self._stride = 0  # slots that each head has in a range, or 0 where there is none
         self._sizes: dict[str, tuple[int, int]] = {}  # of fields: sequences, and bytes of a row
 
     @classmethod
-    def of(
-        cls, runs: list[Run], reserved: int, fields: dict[str, mx.array], in_range: bool = False
-    ) -> SlotStore:
+    def of(cls, runs: list[Run], reserved: int, fields: dict[str, mx.array]) -> Self:
         """A store with these runs and fields, which must fit together.
 
         Args:
             runs: Runs of neighbouring heads with equal budgets.
             reserved: Slots of each head before the others, for the remainder's plain rows.
             fields: `[B, S, ...]` by name.
-            in_range: Whether the fields should lie in a reserved range once they grow.
         """
         budgets = [run.budget for run in runs for _ in range(run.heads)]
-        store = cls(budgets, reserved, in_range)
+        store = cls(budgets, reserved)
         store.runs, store.fields = runs, fields
         store._wide = fields["positions"].dtype == WIDE
         return store
@@ -133,21 +123,13 @@ class SlotStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the fields take: in a range, those of the pages in use."""
+        """Bytes of memory that the fields take."""
         return sum(self.nbytes_of(name) for name in self._sizes_now())
 
     def nbytes_of(self, name: str) -> int:
         """The same of one field."""
         batch, row = self._sizes_now()[name]
-        slots = sum(run.heads * run.allocated for run in self.runs)
-        if not self._stride:
-            return batch * slots * row
-        used = [
-            (run.start + head * run.allocated, self.reserved + run.length)
-            for run in self.runs
-            for head in range(run.heads)
-        ]
-        return reserved_range.bytes_taken(row, slots, batch, used)
+        return batch * row * sum(run.heads * run.allocated for run in self.runs)
 
     def _sizes_now(self) -> dict[str, tuple[int, int]]:
         """Sequences and bytes of a row, of each field; the last ones while fields are lent."""
@@ -223,8 +205,10 @@ class SlotStore:
             room.append(self.reserved + min(run.budget, steps))
         if self.fields and all(r <= run.allocated for r, run in zip(room, self.runs, strict=True)):
             return
-        if self._enter_range(like):
-            return
+        self._grow(room, like)
+
+    def _grow(self, room: Sequence[int], like: dict[str, mx.array]) -> None:
+        """Give each run's heads memory for so many slots; arguments as in `reserve`."""
         grown = {}
         for name, of_field in like.items():
             row = self._kept(name, of_field)
@@ -239,98 +223,15 @@ class SlotStore:
             grown[name] = self._flatten(parts)
         self._set(grown, [max(r, run.allocated) for r, run in zip(room, self.runs, strict=True)])
 
-    def _enter_range(self, like: dict[str, mx.array]) -> bool:
-        """Move what is held into a range with room for all budgets; False where that cannot be."""
-        if self.fields and (self._stride or self.reserved):
-            return False
-        held = [self.views(run) for run in self.runs] if self.fields else None
-        if not self._open_range(like, max(run.budget for run in self.runs)):
-            return False
-        if held:
-            self._put_all(held)
-        return True
-
-    def _open_range(self, like: dict[str, mx.array], slots: int) -> bool:
-        """Lay out zeros in a new range, where one is wanted, pays and can be had.
-
-        Args:
-            like: Rows `[B, heads, M, ...]` by field, whose widths and dtypes the fields take.
-            slots: The slots that each head needs, without the reserved ones.
-        """
-        slots += self.reserved
-        keys = like["keys"]
-        row = keys.itemsize * math.prod(keys.shape[3:])
-        if not self._in_range or slots * row < reserved_range.FEWEST_BYTES:
-            return False
-        if self.heads * slots > reserved_range.MOST_SLOTS:
-            return False
-        shapes: dict[str, tuple[Sequence[int], mx.Dtype]] = {}
-        for name, rows in like.items():
-            dtype = self._position_dtype if name == "positions" else rows.dtype
-            shapes[name] = (rows.shape[0], self.heads * slots, *rows.shape[3:]), dtype
-        fields = reserved_range.zeros(shapes)
-        if fields is None:
-            self._in_range = False
-            return False
-        self.fields, self._stride = fields, slots
-        self._place()
-        return True
-
-    def _place(self) -> None:
-        """Let every run begin where its first head's slots in the range do."""
-        for run in self.runs:
-            run.start, run.allocated = run.first * self._stride, self._stride
-
-    def _put_all(self, rows: Sequence[dict[str, mx.array]], after: Sequence[mx.array] = ()) -> None:
-        """`replace` within the range; memory that is not used then is given back."""
-        index, unused = [], []
-        for run, of_run in zip(self.runs, rows, strict=True):
-            length = next(iter(of_run.values())).shape[2]
-            slots = mx.broadcast_to(mx.arange(length, dtype=mx.int32), (run.heads, length))
-            index.append(self.flat_index(run, slots).reshape(1, -1))
-            first = self.reserved + length
-            starts = range(run.start, run.start + run.heads * self._stride, self._stride)
-            unused += [(start + first, start + self._stride) for start in starts]
-        flat = {name: self._flatten([of_run[name] for of_run in rows]) for name in rows[0]}
-        at = mx.concatenate(index, axis=1)
-        if after:
-            at = mx.depends(at, after)
-        fields = reserved_range.put_rows(self.fields, at, flat, unused)
-        self.fields |= fields
-
-    def _replace_in_range(
-        self,
-        rows: Sequence[dict[str, mx.array]],
-        lengths: Sequence[int],
-        after: Sequence[mx.array],
-    ) -> bool:
-        """`replace` where the fields lie in a range, or can; False where they cannot."""
-        slots = max(max(lengths), *(run.budget for run in self.runs))
-        if self._stride < self.reserved + slots and not self._open_range(rows[0], slots):
-            self._stride = 0
-            return False
-        self._place()
-        self._put_all(rows, after)
-        return True
-
     def positions_fit(self, tokens: int) -> bool:
         """Whether positions are as wide as so many tokens need."""
         return self._wide == (position_dtype(tokens) == WIDE)
 
     def fit_positions(self, tokens: int) -> None:
         """Make positions as wide as so many tokens need."""
-        held = [self.view(run, "positions") for run in self.runs] if self.fields else []
         self._wide = position_dtype(tokens) == WIDE
-        if not self.fields:
-            return
-        before = self.fields["positions"]
-        zeros = None
-        if self._stride:
-            zeros = reserved_range.zeros({"positions": (before.shape, self._position_dtype)})
-        self.fields["positions"] = before.astype(self._position_dtype)
-        if zeros is not None:
-            self.fields |= zeros
-            self.write("positions", held)
+        if self.fields:
+            self.fields["positions"] = self.fields["positions"].astype(self._position_dtype)
 
     @property
     def _position_dtype(self) -> mx.Dtype:
@@ -402,9 +303,6 @@ class SlotStore:
             index: Flat indices `[B or 1, M]`.
             rows: `[B, M, ...]` by field.
         """
-        if self._stride:
-            self.fields |= reserved_range.put_rows(self.fields, index, rows)
-            return
         for name, row in rows.items():
             field = self.fields[name]
             where = index.reshape(*index.shape, *[1] * (row.ndim - 2))
@@ -429,15 +327,10 @@ class SlotStore:
 
         Args:
             rows: Each run's new rows by field, `[B, heads, length, ...]`.
-            after: What reads the present slots. In a range it is evaluated before they are
-                overwritten, since with a read still to come all of them would be copied.
+            after: What reads the present slots, for a store that overwrites them.
         """
         pad = [(0, 0), (0, 0), (self.reserved, 0)]
         lengths = [next(iter(of_run.values())).shape[2] for of_run in rows]
-        if self._replace_in_range(rows, lengths, after):
-            for run, length in zip(self.runs, lengths, strict=True):
-                run.length = length
-            return
         fields = {}
         for name in rows[0]:
             parts = [self._kept(name, of_run[name]) for of_run in rows]
@@ -452,11 +345,6 @@ class SlotStore:
         """Give the heads new budgets and form new runs; a run may then exceed its budget."""
         if not self.fields:
             self.runs = runs_of(budgets)
-            return
-        lengths = [run.length for run in self.runs for _ in range(run.heads)]
-        if self._stride >= self.reserved + max(*budgets, *lengths):
-            self.runs = runs_of(budgets, lengths)
-            self._place()
             return
         rows = [
             {name: view[:, head : head + 1] for name, view in self.views(run).items()}
@@ -476,12 +364,6 @@ class SlotStore:
 
     def write(self, name: str, parts: Sequence[mx.array]) -> None:
         """Replace a field's slots in use; `parts` has `[B, heads, length, ...]` for each run."""
-        if self._stride:
-            index = [self.next_index(replace(run, length=0), run.length) for run in self.runs]
-            flat = mx.concatenate([of_run.reshape(1, -1) for of_run in index], axis=1)
-            rows = {name: self._flatten(parts)}
-            self.fields |= reserved_range.put_rows(self.fields, flat, rows)
-            return
         padded = []
         for run, of_run in zip(self.runs, parts, strict=True):
             part = self._kept(name, of_run)
@@ -495,12 +377,6 @@ class SlotStore:
     def _flatten(self, parts: Sequence[mx.array]) -> mx.array:
         flat = [part.reshape(part.shape[0], -1, *part.shape[3:]) for part in parts]
         return flat[0] if len(flat) == 1 else mx.concatenate(flat, axis=1)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a copy's state; a pickle's arrays come back outside of any range."""
-        vars(self).update(state)
-        if self._stride and any(reserved_range.is_elsewhere(f) for f in self.fields.values()):
-            self._stride, self._in_range = 0, False
 
     def _set(self, fields: dict[str, mx.array], allocated: Sequence[int]) -> None:
         self.fields = fields
