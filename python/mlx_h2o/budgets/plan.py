@@ -55,7 +55,7 @@ WIDTHS = (None, 8, 6, 5, 4)
 NEGLIGIBLE = 3e-4
 #: Bits of packed rows if no profile has the loss by packing: of keys with key scaling (`Frame`),
 #: and of values. Values in 6 bits lose less than dense or 8-bit ones in the fewer slots of equal
-#: bytes (docs/results/packing.md).
+#: bytes (docs/results/experiments.md).
 USUAL_BITS = 6
 ADVICE = "`mlx_h2o calibrate --model MODEL` makes a profile (minutes, once)"
 
@@ -227,7 +227,7 @@ def _chosen_packing(
     if not data.key_scaling or settings.frames is not None:
         # Values need no scaling, and the slots gained are worth more than the loss by packing. Keys
         # stay dense: a few of their channels carry large offsets, and unscaled 8 bits lose 3.7 % on
-        # Qwen2.5-0.5B ("Without key scaling" in docs/results/packing.md).
+        # Qwen2.5-0.5B (docs/results/experiments.md).
         group = group_size_for(*(share.widths.value for share in plan.shares))
         why = f"there is no key scaling; {advice}"
         if not values_packable or group is None:
