@@ -74,8 +74,8 @@ def built(name: str, *options: str) -> Path:
 
 def kernels_of_the_extension() -> Path | None:
     """The CPU kernels that its installation compiled, unless their sources have changed since."""
-    sources = ROOT.glob("c_api/src/cpu/**/*.*")
-    newest = max(source.stat().st_mtime for source in sources)
+    sources = [ROOT.glob(f"c_api/src/cpu/**/*.{ending}") for ending in ("cpp", "h")]
+    newest = max(source.stat().st_mtime for source in itertools.chain(*sources))
     archives = ROOT.glob("build/cp*/cpu/libmlx_h2o_cpu.a")
     return next((a for a in archives if a.stat().st_mtime > newest), None)
 
