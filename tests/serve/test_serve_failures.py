@@ -13,6 +13,7 @@ import openai
 import pytest
 
 import mlx_h2o
+from mlx_h2o import H2OKVCache
 from mlx_h2o.serve.sampling import Sampler
 from serving import MODEL, Running, alone, serving, until, words
 
@@ -170,3 +171,29 @@ def test_what_cannot_be_kept_is_forgotten_and_answered(server, loaded, monkeypat
     monkeypatch.setattr("mlx_h2o.serve.conversations.pieces_of", refused)
     assert server.ask(words(90, 30), 6) == alone(loaded, words(90, 30), 6)
     assert server.scheduler.is_alive
+
+
+@pytest.mark.parametrize("position", [60, 66])
+def test_a_cache_that_fails_ends_its_own_answer_and_no_other_of_its_batch(
+    server, loaded, monkeypatch, position
+):
+    """All take the step that raises; those that do not fail by themselves give what they would."""
+    own, prompts = H2OKVCache.attend, [words(1500 + 70 * i, 40) for i in range(3)]
+    broken = {"max_size": 48, "policy": "tova"}  # by which its caches are known
+
+    def attend(cache: Any, *args: Any, **kwargs: Any) -> Any:
+        if cache.policy.name == "tova" and cache.offset > position:
+            raise RuntimeError("this one fails")
+        return own(cache, *args, **kwargs)
+
+    monkeypatch.setattr(H2OKVCache, "attend", attend)
+    # Steps of several sequences at once ask no single cache.
+    monkeypatch.setattr("mlx_h2o.caches.batch.decode_together", lambda *_: None)
+    with ThreadPoolExecutor(3) as pool:
+        first, third = (pool.submit(server.ask, prompts[i], 40) for i in (0, 2))
+        until(lambda: server.scheduler.slots > 0)
+        with pytest.raises(openai.InternalServerError, match="this one fails"):
+            server.ask(prompts[1], 40, extra_body={"mlx_h2o": broken})
+        assert first.result() == alone(loaded, prompts[0], 40)
+        assert third.result() == alone(loaded, prompts[2], 40)
+    until(lambda: server.scheduler.ledger.reserved == 0)

@@ -44,15 +44,15 @@ class AccessRules:
         """Whether a request has the key; the time that takes reveals nothing about the key."""
         assert self.key is not None
         way, _, value = request.headers.get("authorization", "").partition(" ")
-        given = value.strip().encode("latin-1", "replace")
+        secret = value.strip().encode("latin-1", "replace")
         if way.lower() == "basic":
             try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
+                secret = base64.b64decode(secret, validate=True).partition(b":")[2]
             except (binascii.Error, ValueError):
                 return False
         elif way.lower() != "bearer":
             return False
-        return hmac.compare_digest(given, self.key.encode())
+        return hmac.compare_digest(secret, self.key.encode())
 
     def is_welcome(self, request: Request, origin: str) -> bool:
         """Whether a page of this origin may ask: our own, or one that the command line names."""

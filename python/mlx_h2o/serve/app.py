@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -104,7 +103,6 @@ class Service:
         self._created = int(time.time())
         self._warned: set[str] = set()
         self._requests: set[Request] = set()
-        self._ending = False
         routes = [
             *(Route(path, self._chat, methods=["POST"]) for path in CHATS),
             *(Route(path, self._text, methods=["POST"]) for path in TEXTS),
@@ -165,8 +163,8 @@ class Service:
         settings = self._scheduler.settings
         try:
             own = cache_settings(body.own_settings(), settings.defaults)
-            asked = (body.mlx_h2o or {}).get("pins")
-            pins = settings.pins if asked is None else PinRequest.of(asked)
+            own_pins = (body.mlx_h2o or {}).get("pins")
+            pins = settings.pins if own_pins is None else PinRequest.of(own_pins)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         name = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4()}"
@@ -237,14 +235,8 @@ class Service:
         """
         self._requests.discard(request)
         request.gone.set()
-        self._scheduler.wake()
-        for name in delivered:
-            self._scheduler.call(partial(self._scheduler.delivered, name))
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the server ends."""
-        return self._ending
+        # The scheduler looks at once which clients went away.
+        self._scheduler.call(lambda: [self._scheduler.delivered(name) for name in delivered])
 
     # -- reports ----------------------------------------------------------------------------------
 
@@ -264,13 +256,14 @@ class Service:
         return JSONResponse(models.get(name, models[self._names.model]))
 
     async def _health(self, http: HttpRequest) -> Response:
-        scheduler, health = self._scheduler, self._scheduler.health
-        status = "ok" if health.works else "failing"
+        scheduler = self._scheduler
+        status = "ok" if scheduler.works else "failing"
         if not scheduler.is_alive:
             status = "unavailable"
         elif not scheduler.loaded.is_set():
             status = "loading"
-        report = {"status": status, "failures": health.failures, "last_failure": health.last}
+        last = scheduler.last_failure or None
+        report = {"status": status, "failures": scheduler.failures, "last_failure": last}
         return JSONResponse(report, 200 if status == "ok" else 503)
 
     async def _metrics(self, http: HttpRequest) -> Response:
@@ -331,7 +324,6 @@ class Service:
 
     def end(self) -> None:
         """Break off all answers; called in asyncio's loop."""
-        self._ending = True
         for request in list(self._requests):
             request.deliver(0, ApiError(503, "The server is ending."))
 

@@ -86,25 +86,6 @@ class EngineSettings:
     long_prompts: bool = False
 
 
-class Health:
-    """The state of the thread that generates.
-
-    Attributes:
-        failures: The number of steps that raised.
-        last: The last error's message, or None.
-        works: Whether the last step was completed.
-    """
-
-    def __init__(self) -> None:
-        self.failures, self.works = 0, True
-        self.last: str | None = None
-
-    def failed(self, error: BaseException) -> None:
-        """Note that a step raised."""
-        self.failures += 1
-        self.last, self.works = f"{type(error).__name__}: {error}", False
-
-
 class Scheduler:
     """The thread that generates, and what others may ask of it.
 
@@ -118,14 +99,18 @@ class Scheduler:
         served: The model.
         conversations: The idle conversations.
         ledger: The bytes.
-        health: The thread's state.
+        works: Whether the last step was completed.
+        failures: The number of steps that raised.
+        last_failure: The last error's message; empty if there was none.
+        thread: The thread.
     """
 
     served: ServedModel
 
     def __init__(self, settings: EngineSettings, metrics: Metrics):
         self.settings, self.metrics = settings, metrics
-        self.ledger, self.health = Ledger(settings.bound), Health()
+        self.ledger, self.works = Ledger(settings.bound), True
+        self.failures, self.last_failure = 0, ""
         self.conversations = Conversations(lambda: self.ledger.left_for_idle)
         self.loaded = threading.Event()
         self.failure: Exception | None = None
@@ -135,23 +120,18 @@ class Scheduler:
         self._batches: list[Batch] = []
         self._steps = self._chunks = 0
         self._warned = self._dead = False
-        self._thread = threading.Thread(target=self._run, name="mlx_h2o generates")
+        self.thread = threading.Thread(target=self._run, name="mlx_h2o generates")
 
     # -- any thread -------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Load the model, and answer."""
-        self._thread.start()
-
-    @property
-    def thread(self) -> threading.Thread:
-        """The thread."""
-        return self._thread
+        self.thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are answered."""
-        return self._thread.is_alive() and not self._dead
+        return self.thread.is_alive() and not self._dead
 
     @property
     def waiting(self) -> int:
@@ -166,13 +146,9 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Answer a request; its events are delivered as they come."""
         if not self.is_alive:
-            reason = f"The server cannot answer: {self.failure or self.health.last}"
+            reason = f"The server cannot answer: {self.failure or self.last_failure}"
             request.deliver(0, ApiError(503, reason))
         self._inbox.put(request)
-
-    def wake(self) -> None:
-        """Look at once which clients went away."""
-        self._inbox.put(lambda: None)
 
     def call(self, do: Callable[[], Any]) -> Future[Any]:
         """The result of a function that the thread calls between two steps."""
@@ -488,7 +464,7 @@ class Scheduler:
             one.tokens += chunk
             self.metrics.count("prompt_tokens", len(chunk))
             one.deliver(Progress(len(one.tokens), len(one.prompt.tokens)))
-            self.health.works = True
+            self.works = True
         copied = one.snapshot()
         if copied is not None:
             self.conversations.keep(one.place, *copied)
@@ -520,7 +496,7 @@ class Scheduler:
             logging.exception("A step failed")
             self._recover(batch, error)
             return
-        self.health.works = True
+        self.works = True
         endings = {}
         for one, token, row in generated:
             if one.error is None and (reason := self._take(one, token, row)):
@@ -588,13 +564,13 @@ class Scheduler:
             tuple(messages) if one.prompt.messages else (),
         )  # fmt: skip
         place, extra = one.place, 0 if most is None else count - most
-        kept = False
+        is_stored = False
         if most is not None and (not extra or can_trim(cache, extra)):
             if extra:
                 trim(cache, extra)
                 place = Place(one.mark, key_of(one.tokens[:-extra]))
-            kept = self.conversations.keep(place, cache, "turn", turn)
-        if not kept:
+            is_stored = self.conversations.keep(place, cache, "turn", turn)
+        if not is_stored:
             before = one.stops_at[-1][0]
             place = Place(one.mark, key_of(one.prompt.tokens[:before]))
             turn = replace(turn, texts=())
@@ -652,7 +628,8 @@ class Scheduler:
                 self._reading.append(one)
 
     def _note_failure(self, error: Exception) -> None:
-        self.health.failed(error)
+        self.failures += 1
+        self.last_failure, self.works = f"{type(error).__name__}: {error}", False
         self.metrics.count("failed_steps")
 
     def _weigh(self) -> None:

@@ -1,0 +1,151 @@
+"""What OpenAI's clients and their helpers expect of a server, and send back to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from typing import Any
+
+import openai
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+
+import mlx_h2o
+from mlx_h2o.serve.answer import AnswerText
+from mlx_h2o.serve.pins import NO_PINS
+from mlx_h2o.serve.protocol import Chat
+from mlx_h2o.serve.request import Request
+from serving import MODEL, Running, serving, words
+
+HELLO = [{"role": "user", "content": words(0, 20)}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(defaults={"max_size": 4096, "budgets": "uniform"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return mlx_h2o.load(MODEL)
+
+
+def chat(server: Running, **options: Any) -> Any:
+    options = {"messages": HELLO, "max_tokens": 6, "temperature": 0} | options
+    return server.client.chat.completions.create(model=MODEL, **options)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_stream_helper_builds_the_message(server, n):
+    """It adds up all deltas, and wants the first choice first."""
+    text = chat(server, max_tokens=20).choices[0].message.content
+    stop = text[-6:]  # the helper refuses answers that the limit cut
+    options = {"model": MODEL, "messages": HELLO, "temperature": 0, "stop": stop, "n": n}
+    with server.client.chat.completions.stream(**options) as stream:
+        final = stream.get_final_completion()
+    assert [choice.index for choice in final.choices] == list(range(n))
+    for choice in final.choices:
+        assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
+        assert choice.message.content == text[: text.index(stop)]
+
+
+def test_answers_are_sent_back_as_they_are(server):
+    first = chat(server).choices[0].message
+    messages = [*HELLO, first.to_dict(), {"role": "user", "content": "And then?"}]
+    assert chat(server, messages=messages).choices
+    empty = {"role": "assistant", "content": None}
+    assert chat(server, messages=[*HELLO, empty, *HELLO]).choices
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "a cat"}
+    assert chat(server, messages=[*HELLO, called, result]).choices
+
+
+def test_parts_of_a_content_are_one_text_without_a_template_too(server):
+    parts = [{"type": "text", "text": text} for text in (words(0, 9), f" {words(9, 11)}")]
+    told = chat(server, messages=[{"role": "user", "content": parts}])
+    assert told.usage.prompt_tokens == chat(server).usage.prompt_tokens
+    assert told.choices[0].message.content == chat(server).choices[0].message.content
+
+
+def test_the_last_message_can_be_continued(server):
+    whole = chat(server, max_tokens=12).choices[0].message.content
+    begun = chat(server, max_tokens=6).choices[0].message.content
+    messages = [*HELLO, {"role": "assistant", "content": begun}]
+    options = {"continue_final_message": True}
+    rest = chat(server, messages=messages, extra_body=options).choices[0].message.content
+    assert begun + rest == whole
+    with pytest.raises(openai.BadRequestError, match="last message of the assistant"):
+        chat(server, extra_body=options)
+
+
+def test_top_p_of_zero_is_greedy(server):
+    greedy = chat(server).choices[0].message.content
+    assert chat(server, temperature=2.0, top_p=0).choices[0].message.content == greedy
+
+
+def test_max_tokens_of_minus_one_is_to_the_end(server):
+    stop = chat(server, max_tokens=80).choices[0].message.content[40:46]
+    told = chat(server, max_tokens=-1, stop=stop).choices[0]
+    assert told.finish_reason == "stop"
+
+
+def test_logprobs_have_tokens_and_bytes(server):
+    content = chat(server, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    text = chat(server).choices[0].message.content
+    assert "".join(one.token for one in content).removeprefix(" ") == text
+    for one in content:
+        assert bytes(one.bytes).decode() == one.token
+        assert all(bytes(top.bytes) for top in one.top_logprobs)
+    legacy = server.client.completions.create(
+        model=MODEL, prompt=words(0, 20), max_tokens=4, logprobs=3
+    )
+    logprobs = legacy.choices[0].logprobs
+    assert "".join(logprobs.tokens) == legacy.choices[0].text
+    assert len(logprobs.token_logprobs) == 4
+    assert [len(one) for one in logprobs.top_logprobs] == [3] * 4
+
+
+def test_other_endpoints_say_what_there_is(server):
+    for path in ("/v1/responses", "/v1/embeddings"):
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", path, "{}")
+        response = connection.getresponse()
+        assert response.status == 404
+        assert path in json.loads(response.read())["error"]["message"]
+
+
+# -- tool calls -----------------------------------------------------------------------------------
+
+
+def answer_with(loaded: Any, text: str, **body: Any) -> tuple[str, list[Any], str]:
+    """A chat answer's text, calls and reason to end, of a model that calls tools as JSON."""
+    tokenizer = TokenizerWrapper(
+        loaded[1]._tokenizer, eos_token_ids=loaded[1].eos_token_ids, tool_call_start="<tool_call>",
+        tool_call_end="</tool_call>", tool_parser=json_tools.parse_tool_call,
+    )  # fmt: skip
+    request = Request(Chat.model_validate({"messages": HELLO, **body}), "", {}, NO_PINS, [0])
+    answer, pieces = AnswerText(tokenizer, request, [5], "normal"), []
+    for token in tokenizer.encode(text):
+        pieces.append(answer.add(token, None))
+    last, reason = answer.finish("stop")
+    pieces.append(last)
+    calls = [call for piece in pieces for call in piece.calls]
+    return "".join(piece.text for piece in pieces), calls, reason
+
+
+def test_a_call_that_is_no_json_is_the_answers_text(loaded):
+    text = 'Well <tool_call>{"name": look}</tool_call> so'
+    assert answer_with(loaded, text, tools=[TOOL]) == (text, [], "stop")
+    call = 'Well <tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    said, calls, reason = answer_with(loaded, call, tools=[TOOL])
+    assert (said, calls[0]["function"]["name"], reason) == ("Well ", "look", "tool_calls")
+
+
+def test_a_call_that_nobody_offered_is_text(loaded):
+    text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    assert answer_with(loaded, text, tools=[TOOL], tool_choice="none") == (text, [], "stop")
