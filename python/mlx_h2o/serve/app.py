@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -236,7 +237,7 @@ class Service:
         self._requests.discard(request)
         request.gone.set()
         # The scheduler looks at once which clients went away.
-        self._scheduler.call(lambda: [self._scheduler.delivered(name) for name in delivered])
+        self._scheduler.call(partial(self._scheduler.delivered, delivered))
 
     # -- reports ----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -577,11 +577,12 @@ class Scheduler:
             self.conversations.name(place, turn)
         return self.conversations.file_of(place)
 
-    def delivered(self, name: str) -> None:
-        """A client has all of an answer: the files of its conversation's earlier turns go."""
-        entry = self.conversations.named(name)
-        if entry is not None and self.conversations.sessions is not None:
-            self.conversations.sessions.delivered(entry.place)
+    def delivered(self, names: Iterable[str]) -> None:
+        """A client has these answers: the files of their conversations' earlier turns go."""
+        for name in names:
+            entry = self.conversations.named(name)
+            if entry is not None and self.conversations.sessions is not None:
+                self.conversations.sessions.delivered(entry.place)
 
     def _look_at_length(self, cache: list[Any]) -> None:
         """Warn once of a conversation that is longer than what the model was trained for."""
