@@ -12,8 +12,8 @@ namespace mlx_h2o {
 //
 // A decode step of a small layer takes tens of microseconds, so handing it out must cost less than
 // a few: one atomic store wakes the workers, items are claimed by an atomic counter, and a worker
-// that comes too late finds the job closed. (docs/results/data/speed.json compares it with OpenMP and
-// MLX's own pool.)
+// that comes too late finds the job closed. (docs/results/data/speed.json compares it with OpenMP
+// and MLX's own pool.)
 class ThreadPool {
  public:
   static ThreadPool& shared();

@@ -28,6 +28,7 @@ public struct H2OSpill: Sendable, Equatable {
     public var room: Double
     /// How many of the following rows a wanted row makes wanted, too.
     public var ahead: Int
+
     /// - Throws: ``H2OError/configuration(_:)`` for numbers out of range.
     public init(
         folder: URL = usualFolder, every: Int = 32, window: Int = 8, pages: Int = 12,
@@ -58,9 +59,9 @@ public struct H2OSpill: Sendable, Equatable {
     /// Bytes of an element of a query that is kept.
     private static let querySize = 2
 
-    /// What a KV head of a layer to which rows come back holds in memory for the file: the rows of tokens that do
-    /// not fill a block yet, as they came; two blocks as they are stored, of which one is the writer's;
-    /// and the last queries of its query heads.
+    /// What a KV head of a layer to which rows come back holds in memory for the file: the rows of tokens
+    /// that do not fill a block yet, as they came; two blocks as they are stored, of which one is the
+    /// writer's; and the last queries of its query heads.
     ///
     /// - Parameters:
     ///   - widths: Of its rows.
