@@ -89,7 +89,7 @@ def say(page: Page, text: str) -> None:
     page.locator("#question").fill(text)
     page.locator("#question").press("Enter")
     until(lambda: page.evaluate("last") != before, 60)
-    until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
+    until(lambda: page.evaluate("shown !== null && shown.id === last && !shown.running"), 60)
 
 
 def fetched(server: Running, path: str = "") -> Any:
@@ -392,7 +392,7 @@ def test_what_is_said_is_text_and_nothing_else_is_loaded(browser, server):
 
 @pytest.mark.slow
 def test_an_answer_can_be_stopped_and_the_chat_goes_on(browser):
-    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+    with serving(sampling=SamplingDefaults(100_000)) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 30))
         page.locator("#question").press("Enter")
         expect(page.locator("#said .assistant .body")).not_to_be_empty(timeout=60_000)
@@ -413,11 +413,11 @@ def test_a_reload_keeps_the_chat_and_a_listed_conversation_goes_on(browser, room
         page.locator("summary").click()
         page.locator("#system").fill("Be short.")
         say(page, words(0, 20))
-        said = page.locator("#said li").all_inner_texts()
+        said = page.locator("#said .body").all_inner_texts()
         kept = page.evaluate("[last, messages]")
         page.reload()
         until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
-        assert page.locator("#said li").all_inner_texts() == said
+        assert page.locator("#said .body").all_inner_texts() == said
         assert page.evaluate("[last, messages]") == kept
         say(page, words(60, 10))
         assert len(newest(server)["texts"]) > len(said)
@@ -440,7 +440,7 @@ def test_a_reload_keeps_the_chat_and_a_listed_conversation_goes_on(browser, room
 
 
 def test_stop_leaves_the_memory_view_whole(browser):
-    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+    with serving(sampling=SamplingDefaults(100_000)) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 30))
         page.locator("#question").press("Enter")
         until(lambda: page.evaluate("shown?.running === true"), 60)
@@ -462,7 +462,7 @@ performance.getEntriesByType("resource").filter(one => one.name.includes("known=
 
 def test_the_text_is_shaded_while_it_is_said(browser):
     """A second apart at least, and what stands there already is left where it is."""
-    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+    with serving(sampling=SamplingDefaults(100_000)) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 60))
         page.locator("#question").press("Enter")
         until(lambda: page.evaluate("shown?.running === true"), 60)
