@@ -36,6 +36,7 @@ from mlx_h2o.evaluate.methods import FULL, OURS, WINDOW, Method
 from mlx_h2o.evaluate.report import Rows
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.model_caches.make import bounded_caches
+from mlx_h2o.policies import EMALogits
 
 SINK = 4
 #: The figures on the report's page, at 256 slots of 10 x 512 tokens on an M2 Ultra: perplexity of
@@ -130,26 +131,30 @@ class ReportTable:
     known: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
+def reports_policy(recent: float) -> EMALogits:
+    """The report's policy, with so many newest tokens that stay, or a share of the slots."""
+    return EMALogits(sink=SINK, recent=recent, unit="layer", prompt="full")
+
+
 def reports_method(slots: int, heavy: float = 0.5, **settings: Any) -> SlotMethod:
     """The report's H2O: |logits| averaged, one choice for a layer, no remainder.
 
     Args:
         slots: Slots of each head.
         heavy: The part of them for heavy hitters; the newest tokens and the sinks have the rest.
-        settings: Other settings, such as `bits`.
+        settings: Options of the caches, such as `bits`.
     """
     recent = max(slots - SINK - round(heavy * slots), 1)
-    fields = {"sink": SINK, "recent": recent, "unit": "layer", "prompt": "full", **settings}
     label = ", ".join([REPORTS, *(f"{name} {value}" for name, value in settings.items())])
-    own = tuple(fields.items())
-    return SlotMethod(label, "ema-logits", False, "uniform", own, slots=slots)
+    own = tuple(settings.items())
+    return SlotMethod(label, reports_policy(recent), False, "uniform", own, slots=slots)
 
 
 def by_layer(slots: int) -> list[Method]:
     """The report's H2O with even slots, and by each layer's entropy; `recent` is a share."""
     even = reports_method(slots)
     recent = (slots // 2 - SINK) / slots
-    even = replace(even, settings=tuple({**dict(even.settings), "recent": recent}.items()))
+    even = replace(even, policy=reports_policy(recent))
     return [even, EntropyMethod(**vars(even))]
 
 

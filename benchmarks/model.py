@@ -70,7 +70,7 @@ def decode_caches(model: nn.Module, budget: int) -> dict[str, MakeCache]:
 
     return {
         DEFAULT: bounded(policy=DEFAULT),
-        f"{DEFAULT}, evict_every 16": bounded(policy=DEFAULT, evict_every=16),
+        f"{DEFAULT}, evict_every 16": bounded(policy=f"{DEFAULT}:evict_every=16"),
         FRAMED: bounded(policy=DEFAULT, bits=6),
         DISTINCT: bounded(policy=DISTINCT),
         H2O: bounded(policy="h2o"),

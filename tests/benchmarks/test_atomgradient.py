@@ -16,7 +16,7 @@ from mlx_h2o.policies import make_policy
 def test_the_headlines_policy_is_the_papers():
     """Half of 256 slots heavy, 4 sinks, the rest recent: within one group the preset `paper`."""
     method = reports_method(256)
-    made, paper = make_policy(method.policy, **dict(method.settings)), make_policy("paper")
+    made, paper = method.policy, make_policy("paper")
     assert (made.name, made.sink, made.unit, made.prompt, made.decay) == (
         *(paper.name, paper.sink, paper.unit, paper.prompt, paper.decay),
     )

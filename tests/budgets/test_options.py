@@ -25,11 +25,13 @@ def test_a_signature_names_the_type_and_no_option_beside_it(function):
     assert set(parameters) <= {"model", "max_size", "options"}
 
 
-def test_every_setting_of_every_policy_is_an_option():
-    policies = [make_policy(name) for name in policy_names()]
-    own = [policy for policy in policies if type(policy).__module__.startswith("mlx_h2o.")]
-    settings = {field.name for policy in own for field in fields(policy)}
-    assert settings == set(options.PolicyOptions.__annotations__)
+def test_no_field_of_a_policy_is_an_option():
+    """It is given with the policy; where it is not, the error says how."""
+    named = {field.name for name in policy_names() for field in fields(make_policy(name))}
+    assert not named & set(options.NAMES)
+    for policy, own in (("distinct", "Distinct"), ("h2o:recent=8", "H2O"), (None, "Salient")):
+        with pytest.raises(ValueError, match=rf"policy={own}\(sink=\.\.\.\)"):
+            mlx_h2o.make_prompt_cache(tiny_model("llama"), 32, policy=policy, sink=2)
 
 
 def test_every_option_is_explained_where_it_is_written():
@@ -47,12 +49,12 @@ def test_every_option_is_explained_where_it_is_written():
 def test_every_default_is_what_the_function_takes_for_it():
     """Given or not given, an option's default means the same."""
     assert ModelSettings.of(64) == ModelSettings.of(64, **options.completed({}))
-    assert set(options.DEFAULTS) <= set(options.CACHE_NAMES)
+    assert set(options.DEFAULTS) <= set(options.NAMES)
 
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("polcy", "policy"), ("max_siz", "max_size"), ("sonk", "sink"), ("remaindr", "remainder")],
+    [("polcy", "policy"), ("max_siz", "max_size"), ("remaindr", "remainder")],
 )
 def test_an_unknown_option_is_answered_with_what_was_probably_meant(given, meant):
     with pytest.raises(ValueError, match=f"Did you mean {meant}"):

@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parents[1] / "generate_on_ranks.py"
 SETTINGS = [
     {"max_size": 64},
     {"max_bytes": "12%", "context": 256},
-    {"max_size": 48, "policy": "h2o", "unit": "layer", "budgets": "uniform"},
+    {"max_size": 48, "policy": "h2o:unit=layer", "budgets": "uniform"},
 ]
 
 

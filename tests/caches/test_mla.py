@@ -33,10 +33,7 @@ def test_no_more_than_its_parts_are_held_or_attended_to(family, evict_every):
     cache = make_prompt_cache(
         model,
         max_size=sink + heavy + recent + evict_every - 1,
-        policy="h2o",
-        sink=sink,
-        recent=recent,
-        evict_every=evict_every,
+        policy=f"h2o:sink={sink}:recent={recent}:evict_every={evict_every}",
     )
     prefill(model, cache, prompt_tokens(50), 17)
     layers = latent_layers(cache)

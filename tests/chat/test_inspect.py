@@ -31,7 +31,7 @@ CACHES: dict[str, Any] = {
         model, 48, policy="streaming", remainder=False, budgets="uniform"
     ),
     "two at once": lambda model: mlx_h2o.make_prompt_cache(
-        model, 48, policy="h2o", evict_every=2, budgets="uniform"
+        model, 48, policy="h2o:evict_every=2", budgets="uniform"
     ),
 }
 

@@ -191,7 +191,6 @@ def test_interruption_leaves_no_half_written_file(
         (["--system-prompt", "Be brief."], "needs the model's chat template"),
         (["--max-kv-size", "6", "--budgets", "uniform"], "make --max-kv-size at least 8"),
         (["--model", "builtin:nothing"], "There is no builtin:nothing"),
-        (["--set", "wrong=1"], "has no setting wrong"),
         (["--save-prompt-cache", "no/such/folder/chat"], "there is no folder"),
     ],
 )

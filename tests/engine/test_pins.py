@@ -260,7 +260,7 @@ def test_plain_rows_and_latent_rows():
     assert holds(plain, (5, 15))
     model = tiny_model("deepseek_v3")
     cache = make_prompt_cache(
-        model, 40, policy="h2o", recent=8, remainder=False, budgets="uniform", pins=[(4, 12)]
+        model, 40, policy="h2o:recent=8", remainder=False, budgets="uniform", pins=[(4, 12)]
     )
     prefill(model, cache, prompt_tokens(90), 30)
     assert all(holds(entry, (4, 12)) for entry in cache)
@@ -269,7 +269,7 @@ def test_plain_rows_and_latent_rows():
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_whole_model(family, tmp_path):
     model = tiny_model(family)
-    cache = make_prompt_cache(model, 48, policy="salient", recent=8, pins=[(0, 9)])
+    cache = make_prompt_cache(model, 48, policy="salient:recent=8", pins=[(0, 9)])
     prefill(model, cache, prompt_tokens(120), 30)
     answer = mlx_h2o.pin(cache, [(118, 120), (200, 201)])
     assert answer

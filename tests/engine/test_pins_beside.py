@@ -65,7 +65,7 @@ def test_positions_without_gaps(policy, chunk):
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4_text"])
 def test_layers_that_attend_to_anothers_keys(name, tmp_path):
     model = coverage_model(name)
-    cache = make_prompt_cache(model, max_size=40, policy="h2o", recent=8, pins=PINS)
+    cache = make_prompt_cache(model, max_size=40, policy="h2o:recent=8", pins=PINS)
     assert any(isinstance(entry, SharedKVCache) for entry in cache)
     prefill(model, cache, prompt_tokens(100), 25)
     answer = mlx_h2o.pin(cache, [(98, 100)])
@@ -83,7 +83,7 @@ def test_layers_that_attend_to_anothers_keys(name, tmp_path):
 def test_compressed_prompts(policy, bits):
     """What no query would look at again is kept where it is pinned, now and later."""
     model, tokens = tiny_model("llama", head_dim=32), mx.array([prompt_tokens(90)])
-    settings: dict[str, Any] = {"policy": policy, "recent": 4, "bits": bits, "group_size": 32}
+    settings: dict[str, Any] = {"policy": f"{policy}:recent=4", "bits": bits, "group_size": 32}
     if bits == 16:
         del settings["group_size"]
     spans = [(10, 16), (40, 43), (95, 97)]
@@ -149,14 +149,14 @@ def test_a_batch_whose_sequences_pin_different_tokens(store):
 @pytest.mark.parametrize("budgets", [[40, [30, 60]], lambda layer, heads: 36 + 10 * layer])
 def test_slots_that_the_caller_gives_each_layer(budgets):
     model = coverage_model("qwen3")
-    cache = make_prompt_cache(model, budgets=budgets, recent=8, pins=PINS)
-    plain = make_prompt_cache(model, budgets=budgets, recent=8)
+    cache = make_prompt_cache(model, budgets=budgets, policy="salient:recent=8", pins=PINS)
+    plain = make_prompt_cache(model, budgets=budgets, policy="salient:recent=8")
     prefill(model, cache, prompt_tokens(150), 30)
     assert all(holds(entry) for entry in cache)
     given = [sum(entry.budgets) for entry in plain]
     assert [sum(entry.budgets) for entry in cache] == given
     with pytest.raises(ValueError, match="pinned tokens are too many"):
-        make_prompt_cache(model, budgets=[20, 80], recent=8, pins=[(0, 30)])
+        make_prompt_cache(model, budgets=[20, 80], policy="salient:recent=8", pins=[(0, 30)])
 
 
 def test_a_profile_leaves_every_layer_room_for_its_pins():

@@ -498,7 +498,7 @@ def test_presets_of_one_command_agree_on_the_same_text(capsys):
     [
         ("--size perplexity.length=20", "prefill must leave tokens"),
         ("--policies h2p", "Unknown policy"),
-        ("--policies h2o:sonk=3", "has no setting sonk"),
+        ("--policies h2o:sonk=3", "has no field sonk"),
         ("--policies h2o:sink", "FIELD=VALUE"),
         ("--max-kv-size 48 0", "--max-kv-size must be at least 1"),
         ("--only nothing", "no cache's name begins so"),

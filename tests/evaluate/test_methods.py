@@ -183,13 +183,14 @@ def test_bounded_caches_come_once_for_each_size():
 
 def test_a_method_as_it_is_written():
     method = parse_method("h2o:recent=64:remainder=false:bits=8")
-    assert (method.policy, method.remainder, method.budgets) == ("h2o", False, "uniform")
-    assert dict(method.settings) == {"recent": 64, "bits": 8}
+    assert (method.policy, method.remainder, method.budgets) == ("h2o:recent=64", False, "uniform")
+    assert dict(method.settings) == {"bits": 8}
+    assert parse_method("mlx-h2o:recent=64").policy == "salient:recent=64"
     assert parse_method("salient:budgets=profile").budgets is None
     assert "bits by bytes" in parse_method("mlx-h2o:budgets=uniform").described()
     assert "bits" not in parse_method("mlx-h2o:bits=16").described()
     for wrong in ("nonsense", "h2o:sonk=3", "h2o:sink"):
-        with pytest.raises(ValueError, match=r"nonsense|no setting sonk|FIELD=VALUE"):
+        with pytest.raises(ValueError, match=r"nonsense|no field sonk|FIELD=VALUE"):
             parse_method(wrong)
     assert [share_label(share) for share in (0.25, 1 / 3, 0.3)] == ["1/4", "1/3", "30%"]
 

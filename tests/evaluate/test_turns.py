@@ -209,8 +209,8 @@ QUICK = ("salient",)
 def test_a_fact_of_turn_one_in_turn_six(conversations, policy):
     """Pinned it is known as the full cache knows it, by every policy at the same budget."""
     reader, full = conversations
-    settings = (("recent", 0.25), ("bits", 16))
-    method = Method(policy, policy, budgets="uniform", settings=settings, tokens=120)
+    of_policy = f"{policy}:recent=0.25"
+    method = Method(policy, of_policy, budgets="uniform", settings=(("bits", 16),), tokens=120)
     result = TURNS.of(reader, method, no_progress)
     known = {way: sum(of_way["fact"]["6"]) for way, of_way in result.items()}
     assert known["pinned"] >= sum(full) - 1

@@ -14,7 +14,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 import mlx_h2o
 from covering import covering
-from mlx_h2o import load, make_prompt_cache
+from mlx_h2o import load, make_policy, make_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.policies import policy_names
 from tiny_models import prompt_tokens, tiny_model
@@ -82,10 +82,8 @@ def test_speculative_decoding_gives_the_tokens_of_plain_decoding(case):
     model = tiny_model(case["family"])
     draft = spoiled(tiny_model(case["family"]))
     settings = {
-        "policy": case["policy"],
+        "policy": make_policy(case["policy"], evict_every=case["evict_every"], recent=6),
         "remainder": case["remainder"],
-        "evict_every": case["evict_every"],
-        "recent": 6,
         "undo": case["drafted"] + case["spare"],
     }
     prompt = prompt_tokens(case["prompt"], seed=case["prompt"])

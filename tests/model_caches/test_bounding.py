@@ -124,10 +124,11 @@ def test_what_our_own_package_calls_a_full_cache_stays_full(installed, loaded):
     ("settings", "message"),
     [
         ({"policy": "h2o"}, "needs max_size or max_bytes"),
-        ({"sink": 2}, "needs max_size or max_bytes"),
+        ({"policy": "h2o:sink=2"}, "needs max_size or max_bytes"),
         ({"max_size": 64, "max_bytes": 10**6}, "exactly one of max_size, max_bytes"),
         ({"max_size": 64, "policy": "h2p"}, "Unknown policy 'h2p'"),
-        ({"max_size": 64, "sonk": 2}, "has no setting sonk"),
+        ({"max_size": 64, "sonk": 2}, "There is no option sonk"),
+        ({"max_size": 64, "policy": "h2o:sonk=2"}, "has no field sonk"),
         ({"max_size": 64, "budgets": "nowhere.json"}, "Cannot read the profile nowhere.json"),
         ({"max_size": "64"}, "max_size must be a whole number; got '64'"),
     ],

@@ -290,7 +290,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(name):
 
 @pytest.mark.parametrize("name", ["distinct", "h2o", "paper"])
 def test_an_unknown_setting_is_refused_with_the_known_ones(name):
-    with pytest.raises(ValueError, match="no setting heavy, temperature") as refusal:
+    with pytest.raises(ValueError, match="no field heavy, temperature") as refusal:
         make_policy(name, heavy=3, temperature=1.0)
     for known in ("sink", "recent", "evict_every"):
         assert known in str(refusal.value)

@@ -132,7 +132,7 @@ def test_caches_of_other_settings_are_not_gone_on_with(model):
     conversations.put(tokens[:20], cache, label="b")
     assert conversations.known_of(tokens) == 0
     assert conversations.known_of(tokens, label="b") == 20
-    assert label_of({"max_size": 3, "sink": 2}) == label_of({"sink": 2, "max_size": 3})
+    assert label_of({"max_size": 3, "undo": 2}) == label_of({"undo": 2, "max_size": 3})
 
 
 ROOMY = {"max_size": 60, "budgets": "uniform"}
@@ -287,7 +287,7 @@ def test_the_longest_text_that_a_prompt_begins_with_is_found_first(model):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"policy": "h2o", "remainder": False}, {"undo": 3}, {"evict_every": 4, "policy": "tova"}],
+    [{}, {"policy": "h2o", "remainder": False}, {"undo": 3}, {"policy": "tova:evict_every=4"}],
 )
 def test_no_cache_ever_takes_more_than_was_reserved(model, settings):
     cache = made(model, **settings)

@@ -124,8 +124,9 @@ def test_a_seed_is_honoured(plain):
     [
         ({"mlx_h2o": {"max_size": 2}}, "max_size"),
         ({"mlx_h2o": {"max_size": "many"}}, "whole number"),
-        ({"mlx_h2o": {"policy": "h2p"}}, "no policy 'h2p'"),
-        ({"mlx_h2o": {"sonk": 3}}, "no setting sonk"),
+        ({"mlx_h2o": {"policy": "h2p"}}, "Unknown policy 'h2p'"),
+        ({"mlx_h2o": {"sonk": 3}}, "no option sonk"),
+        ({"mlx_h2o": {"policy": "h2o:sonk=3"}}, "no field sonk"),
         ({"mlx_h2o": {"budgets": "/etc/passwd"}}, "only when the server is started"),
         ({"mlx_h2o": 5}, "mlx_h2o: Input should be an object"),
         ({"kv_bits": 4}, "kv_bits is not served"),

@@ -184,8 +184,7 @@ def test_what_was_said_long_before_the_trained_context_is_still_read():
         cache = make_prompt_cache(
             model,
             max_size=256,
-            policy="streaming",
-            sink=len(fact),
+            policy=f"streaming:sink={len(fact)}",
             budgets="uniform",
             remainder=False,
             positions=positions,

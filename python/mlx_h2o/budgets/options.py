@@ -25,44 +25,7 @@ OneLayer = int | Sequence[int] | None
 LayerBudgets = Sequence[OneLayer] | Callable[[int, int], OneLayer]
 
 
-class PolicyOptions(TypedDict, total=False):
-    """Settings of a policy that is given by its name, or of the default policy.
-
-    A policy has some of them, with its own defaults (docs/reference/policies.md). Settings of a
-    policy that you registered yourself are accepted too.
-    """
-
-    sink: int
-    """How many first tokens of the conversation are never evicted."""
-    recent: int | float
-    """Newest tokens that are never evicted: a number of tokens, or a share of the slots (0.25)."""
-    unit: Literal["head", "layer"]
-    """Whether each KV head chooses for itself ("head"), or all heads together ("layer")."""
-    evict_every: int
-    """Steps from one eviction to the next; each eviction makes room for as many tokens."""
-    age_normalised: bool
-    """Divide a token's scores by the number of steps since it came."""
-    value_weighted: bool
-    """Weigh a token's scores by the length of its value."""
-    prompt: Literal["window", "full"]
-    """The queries that score a prompt chunk: its last `window` ("window"), or all ("full")."""
-    window: int
-    """Queries at the end of a prompt chunk that score it."""
-    pool: int
-    """Number of neighbouring positions over which a prompt's scores are averaged."""
-    decay: float
-    """The part of a score that is kept after each step, from 0 to 1."""
-    mass_weight: float
-    """Weight of the attention mass that a token received."""
-    distance_weight: float
-    """Weight of the distance of a token's key from the mean key of the evicted tokens."""
-    value_weight: float
-    """Weight of the length of a token's value."""
-    age_weight: float
-    """Weight of a token's age."""
-
-
-class CacheOptions(PolicyOptions, total=False):
+class CacheOptions(TypedDict, total=False):
     """All options of a model's bounded caches, except `max_size`."""
 
     max_bytes: int | str | None
@@ -72,9 +35,9 @@ class CacheOptions(PolicyOptions, total=False):
     context: int | None
     """The most tokens of a conversation; by default the length that the model was trained for."""
     policy: str | Policy | None
-    """The eviction policy: a name of `policy_names()`, or a policy. The default is "salient" (by
-    attention mass, distance, value and age), and "distinct" (by keys alone) in models that compute
-    attention themselves."""
+    """The eviction policy: `Salient(recent=64)`, or the same as text, "salient:recent=64" (names:
+    `policy_names()`). The default is "salient" (by attention mass, distance, value and age), and
+    "distinct" (by keys alone) in models that compute attention themselves."""
     remainder: bool
     """Whether evicted tokens keep contributing, summarised in one more column of the attention."""
     budgets: str | Path | Profile | LayerBudgets | None
@@ -121,11 +84,10 @@ DEFAULTS: dict[str, Any] = {
     "pins": (),
     "profile": "first use",
 }
-#: The names of all options, and of those that do not belong to a policy.
+#: The names of all options.
 NAMES = tuple(CacheOptions.__annotations__)
-CACHE_NAMES = tuple(name for name in NAMES if name not in PolicyOptions.__annotations__)
 
 
 def completed(options: CacheOptions) -> dict[str, Any]:
-    """Every option that does not belong to a policy, by name, with its default if not given."""
-    return {name: options.get(name, DEFAULTS.get(name)) for name in CACHE_NAMES}
+    """Every option by name, with its default if not given."""
+    return {name: options.get(name, DEFAULTS.get(name)) for name in NAMES}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Unpack
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.byte_size import Share, memory_size
 from mlx_h2o.budgets.allocation import room_for_pins
-from mlx_h2o.budgets.options import CACHE_NAMES, CacheOptions, LayerBudgets, completed
+from mlx_h2o.budgets.options import NAMES, CacheOptions, LayerBudgets, completed
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.tensor_parallel import checked_ranks
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
@@ -283,7 +283,6 @@ class ModelSettings:
         max_size: Tokens' worth of memory per KV head and layer, on average, or None.
         max_bytes: Bytes for all bounded layers together, instead of max_size, or None.
         policy: A policy, its name, or None for the best one that the model can run.
-        policy_settings: Fields of a named policy to change.
         remainder: Whether evicted tokens keep contributing through the remainder.
         budgets: "uniform", a profile, the path of one, or None for the model's own; instead of a
             size, slots of each layer (`LayerBudgets`).
@@ -307,7 +306,6 @@ class ModelSettings:
     max_size: int | None = None
     max_bytes: int | str | Share | None = None
     policy: str | Policy | None = None
-    policy_settings: dict[str, Any] = field(default_factory=dict)
     remainder: bool = True
     budgets: str | Path | Profile | LayerBudgets | None = None
     packing: Packing = field(default_factory=Packing)
@@ -335,13 +333,6 @@ class ModelSettings:
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", memory_size("max_bytes", self.max_bytes))
         object.__setattr__(self, "remainder", checks.switch("remainder", self.remainder))
-        given = {name for name, value in self.policy_settings.items() if value is not None}
-        if isinstance(self.policy, Policy) and given:
-            names = ", ".join(sorted(given))
-            raise ValueError(
-                f"{names} would change an existing policy: make it with them, as in "
-                f"{type(self.policy).__name__}(...), or give its name {self.policy.name!r}."
-            )
         self.policy_for(attending=True)
         checks.choice("positions", self.positions, POSITIONS)
         if self.rolls:
@@ -365,8 +356,7 @@ class ModelSettings:
         given = completed(options)
         if given["positions"] == "rolling":  # the remainder that is only a default is turned off
             given["remainder"] = options.get("remainder", False)
-        of_policy = {name: value for name, value in options.items() if name not in given}
-        _check_names(of_policy, given["policy"])
+        _check_names(options, given["policy"])
         stored = ("bits", "k_bits", "v_bits", "group_size", "recent_bits")
         packing = packing_of(**{name: given[name] for name in stored})
         if not packing.packs and given["group_size"] != DEFAULT_GROUP_SIZE:
@@ -377,7 +367,6 @@ class ModelSettings:
             max_size,
             given["max_bytes"],
             given["policy"],
-            of_policy,
             given["remainder"],
             given["budgets"],
             packing,
@@ -427,21 +416,28 @@ class ModelSettings:
     def policy_for(self, attending: bool) -> Policy:
         """The policy, for a model that attends through this library (`attending`) or by itself."""
         if self.policy is None and not attending:
-            return make_policy(DEFAULT_UNSEEN, **{**KEYS_ONLY, **self.policy_settings})
-        return make_policy(self.policy or DEFAULT_POLICY, **self.policy_settings)
+            return make_policy(DEFAULT_UNSEEN, **KEYS_ONLY)
+        return make_policy(self.policy or DEFAULT_POLICY)
 
 
-def _check_names(settings: dict[str, Any], policy: Any) -> None:
-    """Raise ValueError for settings that neither caches nor their policy have."""
+def _check_names(options: CacheOptions, policy: str | Policy | None) -> None:
+    """Raise ValueError for names that are no options, and say where fields of the policy go."""
+    unknown = [name for name, value in options.items() if value is not None and name not in NAMES]
+    if not unknown:
+        return
     own = make_policy(DEFAULT_POLICY if policy is None else policy)
-    known = [one.name for one in fields(own)]
-    unknown = [name for name, value in settings.items() if value is not None and name not in known]
-    if unknown:
-        names = ["max_size", *CACHE_NAMES, *known]
+    fields_given = [name for name in unknown if name in vars(own)]
+    if fields_given:
+        name = fields_given[0]
         raise ValueError(
-            f"Policy {own.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
-            f"{checks.suggestion(unknown[0], names)}"
+            f"{name} is a field of the policy, with which it is given: "
+            f"policy={type(own).__name__}({name}=...), or "
+            f'policy="{own.name}:{name}=..." as text.'
         )
+    raise ValueError(
+        f"There is no option {', '.join(unknown)}."
+        f"{checks.suggestion(unknown[0], ['max_size', *NAMES])}"
+    )
 
 
 def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:

@@ -177,10 +177,10 @@ def check_options(args: argparse.Namespace) -> None:
 def given_options(args: argparse.Namespace) -> bool:
     """Whether any option describes the memory."""
     names = (
-        "max_kv_size conversation_memory policy sink recent evict_every unit set no_remainder "
-        "positions budgets kv_bits k_bits v_bits recent_bits kv_group_size"
+        "max_kv_size conversation_memory policy no_remainder positions budgets kv_bits k_bits "
+        "v_bits recent_bits kv_group_size"
     )
-    return any(getattr(args, name) not in (None, False, []) for name in names.split())
+    return any(getattr(args, name) not in (None, False) for name in names.split())
 
 
 def print_differences(

@@ -18,8 +18,7 @@ from mlx_h2o.budgets.settings import DEFAULT_POLICY, POSITIONS, PROFILES, ModelS
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import DEFAULT_MODEL, EMBEDDED_MODEL, load
 from mlx_h2o.model_caches.make import bounded_caches
-from mlx_h2o.policies import policy_names
-from mlx_h2o.policies.settings import count_or_share, setting_of
+from mlx_h2o.policies import make_policy, policy_names
 from mlx_h2o.storage.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -27,10 +26,6 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 #: `SizeOption` notes which was given.
 OPTION_OF = {
     "context": "--context",
-    "sink": "--sink",
-    "recent": "--recent",
-    "evict_every": "--evict-every",
-    "unit": "--unit",
     "policy": "--policy",
     "bits": "--kv-bits",
     "k_bits": "--k-bits",
@@ -96,29 +91,10 @@ def add_cache_options(
         f"{USUAL_CONTEXT})",
     )  # fmt: skip
     group.add_argument(
-        "--policy", choices=policy_names(), metavar="NAME",
-        help=f"what to keep: {', '.join(policy_names())} (default: {DEFAULT_POLICY})",
+        "--policy", type=policy, metavar="NAME[:FIELD=VALUE...]",
+        help=f"what to keep: {', '.join(policy_names())} (default: {DEFAULT_POLICY}), with fields "
+        "of its own if wanted: salient:recent=64:age_weight=0.5",
     )  # fmt: skip
-    group.add_argument("--sink", type=int, metavar="N", help="first tokens that always stay")
-    group.add_argument(
-        "--recent", type=typed(count_or_share, "a count such as 64, or a share such as 0.25"),
-        metavar="N", help="last tokens that stay: 64, or 0.25",
-    )  # fmt: skip
-    group.add_argument(
-        "--evict-every", type=int, metavar="N", help="tokens given up at once (default: 1)"
-    )
-    group.add_argument(
-        "--unit",
-        choices=("head", "layer"),
-        help="whether each KV head chooses for itself, or a layer's heads alike",
-    )
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="any other setting of the policy, e.g. --set age_weight=1",
-    )
     group.add_argument(
         "--no-remainder", action="store_true", help="keep no remainder of the evicted tokens"
     )
@@ -270,21 +246,22 @@ def memory(text: str) -> str:
     return text
 
 
+def policy(text: str) -> str:
+    """A policy's name with its fields, as `make_policy` takes it.
+
+    Raises:
+        argparse.ArgumentTypeError: The policy or a field is unknown, or a value is out of range.
+    """
+    try:
+        make_policy(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model and tokenizer that the options name."""
     return load(settle_model(args), DTYPES[args.dtype] if args.dtype else None)
-
-
-def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The policy's fields that the options set."""
-    settings = {
-        "sink": args.sink,
-        "recent": args.recent,
-        "evict_every": args.evict_every,
-        "unit": args.unit,
-    }
-    settings |= dict(setting_of(item) for item in args.set)
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings:
@@ -316,7 +293,6 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         undo=args.undo,
         profile=args.profile,
         spill=args.spill,
-        **policy_settings(args),
     )
 
 

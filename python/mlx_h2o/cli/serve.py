@@ -18,7 +18,6 @@ from mlx_h2o.cli.options import (
     cache_settings,
     keeps_remainder,
     memory,
-    policy_settings,
     settle_model,
     typed,
 )
@@ -256,6 +255,5 @@ def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:
         "undo": args.undo,
         "profile": args.profile,
         "spill": args.spill,
-        **policy_settings(args),
     }
     return {name: value for name, value in given.items() if value is not None}

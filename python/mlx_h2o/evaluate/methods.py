@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.budgets.cost import group_size_of
+from mlx_h2o.budgets.options import NAMES
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
@@ -24,7 +25,8 @@ from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.model_caches.compress import compress_into
 from mlx_h2o.model_caches.make import bounded_caches
-from mlx_h2o.policies.settings import setting_of
+from mlx_h2o.policies import Policy
+from mlx_h2o.policies.field_text import field_of_text
 
 FULL = "full cache"
 WINDOW = "sliding window"
@@ -49,7 +51,7 @@ class Method:
 
     Attributes:
         label: The name without the size.
-        policy: A policy's name, or None for mlx-lm's own cache.
+        policy: A policy, or its name with fields, or None for mlx-lm's own cache.
         remainder: Whether evicted tokens are kept as a remainder.
         budgets: As in `make_prompt_cache`.
         settings: Other options of `make_prompt_cache`, as pairs.
@@ -61,7 +63,7 @@ class Method:
     """
 
     label: str
-    policy: str | None = None
+    policy: str | Policy | None = None
     remainder: bool = True
     budgets: str | None = None
     settings: tuple[tuple[str, Any], ...] = ()
@@ -250,29 +252,48 @@ def parse_method(spec: str) -> Method:
     """A method as written on the command line, without a size.
 
     Args:
-        spec: A policy with settings: `h2o`, `h2o:recent=64`, `salient:bits=6:budgets=profile`,
-            `keydiff:remainder=false`. Budgets are uniform unless the text names others, and rows
-            are dense. `mlx-h2o` is the default cache, whose profile chooses bits, too:
-            `mlx-h2o:bits=16`, `mlx-h2o:budgets=uniform`. `kvzip` compresses prompts.
+        spec: A policy with its fields and options of its caches: `h2o`, `h2o:recent=64`,
+            `salient:bits=6:budgets=profile`, `keydiff:remainder=false`. Budgets are uniform unless
+            the text names others, and rows are dense. `mlx-h2o` is the default cache, whose profile
+            chooses bits, too: `mlx-h2o:bits=16`, `mlx-h2o:budgets=uniform`. `kvzip` compresses
+            prompts.
 
     Raises:
         ValueError: There is no such policy or setting.
     """
-    name, *given = spec.split(":")
-    fields = dict(setting_of(field) for field in given)
-    remainder = fields.pop("remainder", True)
+    policy, options = policy_and_options(spec)
+    remainder = options.pop("remainder", True)
+    name, *fields = policy.split(":", 1)
     if name in (OURS, COMPRESSOR):
-        budgets = fields.pop("budgets", None)
+        policy = ":".join([DEFAULT_POLICY, *fields])
+        budgets = options.pop("budgets", None)
         kind = Compressor if name == COMPRESSOR else Method
-        made = kind(spec, DEFAULT_POLICY, remainder, budgets, tuple(fields.items()))
+        made = kind(spec, policy, remainder, budgets, tuple(options.items()))
     else:
-        budgets = fields.pop("budgets", "uniform")
+        budgets = options.pop("budgets", "uniform")
         budgets = None if budgets == "profile" else budgets
-        if not any(field.endswith("bits") for field in fields):
-            fields["bits"] = 16
-        made = Method(spec, name, remainder, budgets, tuple(fields.items()))
+        if not any(option.endswith("bits") for option in options):
+            options["bits"] = 16
+        made = Method(spec, policy, remainder, budgets, tuple(options.items()))
     made.model_settings()
     return made
+
+
+def policy_and_options(spec: str) -> tuple[str, dict[str, Any]]:
+    """The policy's text and the options of its caches: "h2o:recent=64:bits=8" has both.
+
+    Raises:
+        ValueError: A field is not written FIELD=VALUE.
+    """
+    policy, *fields = spec.split(":")
+    options: dict[str, Any] = {}
+    for text in fields:
+        name, value = field_of_text(text)
+        if name in NAMES:
+            options[name] = value
+        else:
+            policy += f":{text}"
+    return policy, options
 
 
 def default_methods(

@@ -78,8 +78,9 @@ class GGUFFile:
         if not path.is_file():
             raise ValueError(f"There is no model file {path}.")
         self.path = path
+        reader_class = _reader_class()
         try:
-            reader = _reader_class()(path)
+            reader = reader_class(path)
             if reader.byte_order != "I":
                 raise ValueError("it is big-endian; only little-endian files are read")
             fields = reader.fields.values()

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from mlx_h2o._utils import checks
+from mlx_h2o.policies.field_text import field_of_text
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.storage.packed import Packing, value_lengths
 from mlx_h2o.storage.softmax import attention_mass
@@ -406,18 +407,21 @@ def policy_names() -> list[str]:
 
 
 def make_policy(policy: str | Policy, **settings: Any) -> Policy:
-    """A policy by name (or a given one), with settings changed.
+    """A policy by name (or a given one), with fields changed.
 
     Args:
-        policy: A registered name, a preset's name, or a Policy.
+        policy: A Policy, or the name of a registered one or of a preset, with fields if wanted:
+            "salient:recent=64:age_weight=0.5".
         settings: Fields to change; None leaves a field as it is.
 
     Raises:
-        ValueError: The name or a setting is unknown, or a value is out of range.
+        ValueError: The name or a field is unknown, or a value is out of range.
     """
     settings = {key: value for key, value in settings.items() if value is not None}
     preset: dict[str, Any] = {}
     if isinstance(policy, str):
+        policy, *given = policy.split(":")
+        settings = dict(map(field_of_text, given)) | settings
         name, preset = _PRESETS.get(policy, (policy, {}))
         if name not in _POLICIES:
             raise ValueError(
@@ -433,7 +437,7 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ValueError(
-            f"Policy {cls.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
+            f"Policy {cls.name!r} has no field {', '.join(unknown)}; it has {', '.join(known)}."
             f"{checks.suggestion(unknown[0], known)}"
         )
     if isinstance(policy, str):

@@ -16,16 +16,10 @@ from pydantic import (
 )
 
 from mlx_h2o.budgets.settings import ModelSettings
-from mlx_h2o.policies import policy_names
 from mlx_h2o.serve.errors import ApiError
 
 #: The field of a request's own cache settings.
 EXTRA = "mlx_h2o"
-#: Settings of `make_prompt_cache` that it may hold; any others are fields of the policy.
-CACHE_FIELDS = (
-    "max_size max_bytes context policy remainder bits k_bits v_bits group_size recent_bits undo "
-    "positions"
-).split()
 #: Settings that name files or hold arrays are the server's alone.
 SERVER_FIELDS = ("budgets", "frames", "spill")
 SIZES = ("max_size", "max_bytes")
@@ -446,14 +440,9 @@ def cache_settings(own: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -
     for name in own:
         if name in SERVER_FIELDS:
             raise ValueError(f"{EXTRA}.{name} can be set only when the server is started.")
-    policy = own.get("policy", defaults.get("policy"))
-    if policy is not None and policy not in policy_names():
-        raise ValueError(f"There is no policy {policy!r}; there are {', '.join(policy_names())}.")
     base = dict(defaults)
     if any(own.get(size) is not None for size in SIZES):
         base = {name: value for name, value in base.items() if name not in SIZES}
-    if "policy" in own:  # its fields replace the default policy's
-        base = {k: value for k, value in base.items() if k in (*CACHE_FIELDS, *SERVER_FIELDS)}
     settings = base | dict(own)
     try:
         ModelSettings.of(**settings)
