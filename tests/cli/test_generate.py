@@ -62,6 +62,16 @@ def test_text_is_streamed_and_the_report_closes(
     assert (printed.out, printed.err) == (text + "\n", "")
 
 
+def test_rolling_positions_say_once_that_they_turn_the_remainder_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rolling = [*SMALL, "--verbose", "False", "--positions", "rolling"]
+    assert main(rolling) == 0
+    assert capsys.readouterr().err.count("remainder") == 1
+    assert main([*rolling, "--no-remainder"]) == 0
+    assert "remainder" not in capsys.readouterr().err
+
+
 def test_json_reports_the_bytes_really_held(
     tmp_path: Path, builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

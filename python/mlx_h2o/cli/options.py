@@ -267,6 +267,8 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings:
     """The settings that the options describe, with the default size if they name none.
 
+    A line on stderr says if rolling positions turn off the default remainder.
+
     Raises:
         ValueError: The settings are invalid; the message names the option.
     """
@@ -277,7 +279,7 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
             checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     if args.kv_group_size and not (args.kv_bits or args.k_bits or args.v_bits):
         raise ValueError("--kv-group-size needs --kv-bits (or --k-bits, --v-bits).")
-    return ModelSettings.of(
+    settings = ModelSettings.of(
         args.max_kv_size,
         max_bytes=args.conversation_memory,
         context=args.context,
@@ -294,6 +296,9 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         profile=args.profile,
         spill=args.spill,
     )
+    if args.positions == "rolling" and not args.no_remainder:
+        print("--positions rolling: evicted tokens leave no remainder.", file=sys.stderr)
+    return settings
 
 
 def keeps_remainder(args: argparse.Namespace) -> bool:
