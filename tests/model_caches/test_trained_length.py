@@ -83,7 +83,7 @@ def test_a_chat_tells(loaded):
 def test_the_server_tells_once(caplog):
     """Alone and in a batch, and not where a request's positions roll."""
     body = {"model": "default_model", "prompt": LONG, "max_tokens": 2}
-    with serving() as running:
+    with serving(long_prompts=True) as running:
         running.client.completions.create(**body, extra_body={"mlx_h2o": ROLLING})
         assert "trained for" not in caplog.text
         for seed in (None, 3):
