@@ -75,6 +75,6 @@ def full_layer(
         )
         return layer.step(
             DecodeStep(q, new_key, new_value, width**-0.5, None, PlannedToken(offset, plan))
-        )[0]
+        )
 
     return step

@@ -130,7 +130,7 @@ SAY = """
 import mlx.core
 import mlx_h2o
 mlx_h2o.use_openblas()
-from mlx_h2o._utils.blas import advice
+from mlx_h2o._utils.blas import advice, blas
 print(blas(), advice(), sep="; ")
 """
 
@@ -150,7 +150,7 @@ def test_openblas_is_used_unless_told_otherwise() -> None:
 def test_a_built_in_model_is_loaded_with_openblas() -> None:
     program = (
         "import mlx_h2o; mlx_h2o.load('builtin:recall-4m'); "
-        "import sys; print(blas(), file=sys.stdout)"
+        "from mlx_h2o._utils.blas import blas; print(blas())"
     )
     assert in_subprocess(program, HF_HUB_OFFLINE="1").startswith("OpenBLAS ")
 
@@ -191,7 +191,7 @@ def test_a_library_that_is_no_openblas_changes_nothing() -> None:
 
     _ext.restore_blas()
     linked = _ext.blas_file()
-    assert blas() == "reference BLAS"
+    assert blas.blas() == "reference BLAS"
     for library in ("/nowhere/libopenblas.so", "libm.so.6", linked):
         assert _ext.redirect_blas(library, "") == 0
         assert _ext.blas_file() == linked
