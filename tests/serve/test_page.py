@@ -529,6 +529,28 @@ def test_a_full_server_says_so_and_the_words_are_kept(browser):
 
 
 @pytest.mark.slow
+def test_an_answer_that_was_cut_is_continued_and_another_is_given(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(700, 20))
+        body, more = page.locator("#said .assistant .body"), page.locator("#said .more button")
+        first = body.inner_text()
+        for name in ("Continue", "Another answer"):
+            before = page.evaluate("last")
+            more.filter(has_text=name).click()
+            until(lambda before=before: page.evaluate("last") != before, 60)
+            until(lambda: page.evaluate("shown?.id === last && !shown.running"), 60)
+            answer = page.evaluate("messages.at(-1).content")
+            assert body.inner_text() == answer
+            assert "".join(newest(server)["texts"]).rstrip().endswith(answer.rstrip())
+            assert page.evaluate("messages.length") == 2
+            expect(page.locator("#said .more")).to_have_count(1)
+            if name == "Continue":
+                assert [one["content"] for one in newest(server)["messages"]][1:] == [answer]
+                assert answer.startswith(first)
+                assert len(answer) > len(first)
+
+
+@pytest.mark.slow
 def test_conversations_of_other_clients_are_shown(browser, server):
     with opened(browser, server) as page:
         say(page, words(0, 20))

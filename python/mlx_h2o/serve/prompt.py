@@ -32,6 +32,7 @@ class Prompt:
         state: The state of the answer at its beginning: "normal", or "reasoning".
         system: The number of first tokens that only the system prompt decides; 0 if none.
         tail: The number of tokens before the thought that the template has opened at the end.
+        continues: Whether the answer goes on with the last message.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Prompt:
     state: str = "normal"
     system: int = 0
     tail: int = 0
+    continues: bool = False
 
     @classmethod
     def of(cls, tokenizer: Any, body: Body) -> Prompt:
@@ -55,6 +57,7 @@ class Prompt:
             prompt = cls(body.prompt, tokens, [], lambda _: "", tokenizer)
         else:
             prompt = cls._of_chat(tokenizer, body)
+            prompt.continues = bool(body.continue_final_message)
         if not prompt.tokens:
             raise ValueError("The prompt is empty.")
         prompt.tail = prompt.tail or len(prompt.tokens)
@@ -132,6 +135,13 @@ class Prompt:
             return None
         return [*earlier, *ids[starts.index(count) :]]
 
+    def answered(self, content: str) -> Messages:
+        """The chat's messages with an answer, or with the last message and how it goes on."""
+        if not self.continues:
+            return [*self.messages, {"role": "assistant", "content": content}]
+        last = self.messages[-1]
+        return [*self.messages[:-1], last | {"content": last["content"] + content}]
+
     def continuations(self, answer: AnswerText, ends: bool) -> list[tuple[str, int]]:
         """Beginnings of prompts that go on from this turn, with the tokens that spell them.
 
@@ -178,8 +188,7 @@ class Prompt:
         """
 
         def with_answer(content: str) -> str:
-            more = [{"role": "assistant", "content": content}, {"role": "user", "content": MARK}]
-            return self.render([*self.messages, *more])
+            return self.render([*self.answered(content), {"role": "user", "content": MARK}])
 
         try:
             whole = with_answer(content)

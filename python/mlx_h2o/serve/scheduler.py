@@ -558,10 +558,10 @@ class Scheduler:
         texts = one.prompt.continuations(one.text, ends)
         prompt = len(one.prompt.tokens)
         most = max((number for _, number in texts), default=None)
-        messages = [*one.prompt.messages, {"role": "assistant", "content": one.text.content}]
+        messages = one.prompt.answered(one.text.content) if one.prompt.messages else ()
         turn = Turn(
             one.name, one.request.title, tuple((text, prompt + number) for text, number in texts),
-            tuple(messages) if one.prompt.messages else (),
+            tuple(messages),
         )  # fmt: skip
         place, extra = one.place, 0 if most is None else count - most
         is_stored = False
