@@ -177,7 +177,7 @@ def test_the_server_measures_when_it_loads_and_in_no_request(capsys):
     assert not kept()
     profile_at_load(model)
     assert len(kept()) == 1
-    cache = served.plan({**SIZE, "sink": 4}).empty
+    cache = served.plan({**SIZE, "policy": "salient:sink=4"}).empty
     assert "expected loss" in told(cache)
     assert 'profile="never"' in capsys.readouterr().err
 
