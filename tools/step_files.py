@@ -3,8 +3,7 @@
     tools/step_files.py [--list]
 
 A reader follows a step through these files. `sys.setprofile` sees every call of a Python function;
-a crossing is a call from one file of the package into another. docs/how-it-works/index.md has
-the figures.
+a crossing is a call from one file of the package into another. CONTRIBUTING.md has the figures.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
     tools/tree_figures.py
 
-docs/how-it-works/index.md has the figures, before and after each large change.
+CONTRIBUTING.md has the figures, before and after each large change.
 """
 
 from __future__ import annotations
