@@ -25,6 +25,8 @@ from mlx_h2o.serve.model import ModelChoice
 from serving import MODEL, Running, serving, words
 
 PINS = {"spans": [[0, 5], [7, 9]]}
+#: Lets the model generate the tokens of two letters alone.
+LETTERS = {"73": 100, "78": 100}
 
 
 #: Has everything imported that the command needs, and forks a process for each server: starting
@@ -108,30 +110,40 @@ class Client:
     turns: int = 0
     name: str = ""
 
-    def turn(self, client: openai.OpenAI, tokens: int, more: str, model: str = MODEL) -> int:
+    def turn(
+        self, client: openai.OpenAI, tokens: int, more: str, model: str = MODEL, **more_options: Any
+    ) -> int:
         """Ask on; how many tokens were known. The turn counts once its last event is here."""
         asked = [*self.said, {"role": "user", "content": more}]
         options: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 1}
         options |= {"extra_body": {"mlx_h2o": {"pins": self.pins}}, "stream": True}
         options |= {"stream_options": {"include_usage": True}, "stop": self.stops or None}
+        options |= more_options
         if self.chat:
-            chunks = client.chat.completions.create(messages=asked, **options)
+            chunks = client.chat.completions.create(messages=asked, logprobs=True, **options)
         else:
             prompt = "".join(message["content"] for message in asked)
-            chunks = client.completions.create(prompt=prompt, **options)
+            chunks = client.completions.create(prompt=prompt, logprobs=0, **options)
         text, usage, reason, name = "", None, None, ""
+        pieces = list[str]()
         for chunk in chunks:
             name = chunk.id
             usage = chunk.usage or usage
             for choice in chunk.choices:
                 text += (choice.delta.content if self.chat else choice.text) or ""
                 reason = choice.finish_reason or reason
+                if self.chat and choice.logprobs:
+                    pieces += [one.token for one in choice.logprobs.content]
+                elif choice.logprobs:
+                    pieces += choice.logprobs.tokens
         assert reason is not None  # else the stream broke off
         assert usage is not None
         self.said = [*asked, {"role": "assistant", "content": text}]
         self.answered, self.name = usage.prompt_tokens - 1, name
-        # A text goes on from the end of its prompt where an end of text, or a stop text, was read.
-        if (self.chat and not self.stops) or reason == "length":
+        # The caches go back to the end of the prompt where an end of text or a stop text was read,
+        # or part of a character: no text spells that.
+        whole = not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+        if whole and ((self.chat and not self.stops) or reason == "length"):
             self.answered = usage.prompt_tokens + usage.completion_tokens - 1
         self.turns += 1
         return int(usage.prompt_tokens_details.cached_tokens)
@@ -247,6 +259,24 @@ def test_what_was_answered_is_there_after_kills_with_files_of_rows(servers, tmp_
     tally = killed_again_and_again(servers, tmp_path / "s", 3, 3, "--spill", str(rows))
     assert tally.found == tally.expected > 3
     assert not list(rows.iterdir())
+
+
+def test_a_stopped_answer_to_a_conversation_is_there_after_a_kill(servers, tmp_path):
+    """Only the text of an earlier answer tells the model's own tokens of it."""
+    one = Client(chat=False, pins={}, stops=["e"])
+    one.said = [{"role": "user", "content": "Anne was"}]
+    with servers.running(tmp_path) as (process, port):
+        client = openai_client(port)
+        # Letters, which are not the tokens that a tokenizer makes of their text.
+        one.turn(client, 12, f" {words(5, 60)}", stop=None, logit_bias=LETTERS)
+        known = one.turn(client, 60, f" {words(40, 12)}")
+        before = one.answered
+        assert 0 < known < before
+        other = Client(chat=False, pins={}, said=[{"role": "user", "content": "Another"}])
+        other.turn(client, 1, " day")  # after which the first turn's file is gone
+        os.kill(process, signal.SIGKILL)
+    with servers.running(tmp_path) as (_, port):
+        assert one.turn(openai_client(port), 1, f" {words(90, 5)}") >= before
 
 
 @pytest.mark.slow

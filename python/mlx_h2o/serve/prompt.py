@@ -33,6 +33,8 @@ class Prompt:
         system: The number of first tokens that only the system prompt decides; 0 if none.
         tail: The number of tokens before the thought that the template has opened at the end.
         continues: Whether the answer goes on with the last message.
+        spelling: The text of an earlier conversation that the prompt begins with, and the number
+            of the tokens that it takes from it; None if it begins with none.
     """
 
     text: str
@@ -44,6 +46,7 @@ class Prompt:
     system: int = 0
     tail: int = 0
     continues: bool = False
+    spelling: tuple[str, int] | None = None
 
     @classmethod
     def of(cls, tokenizer: Any, body: Body) -> Prompt:

@@ -32,7 +32,7 @@ from mlx_h2o.serve.batch import Batch
 from mlx_h2o.serve.conversations import Conversations, can_trim
 from mlx_h2o.serve.errors import ApiError, NotLoaded
 from mlx_h2o.serve.grammar import GrammarCompiler, grammar_of
-from mlx_h2o.serve.keys import Mark, Place, key_of, tokens_of
+from mlx_h2o.serve.keys import Mark, Place, key_of, token_count, tokens_of
 from mlx_h2o.serve.memory import Ledger
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.model import CachePlan, ModelChoice, ServedModel
@@ -305,7 +305,7 @@ class Scheduler:
         grammar = grammar_of(body, served.tokenizer)
         prompt = Prompt.of(served.tokenizer, body)
         self._check_length(prompt, plan)
-        prompt.tokens, pins, empty = self._spelled(prompt, request, plan)
+        pins, empty = self._spell(prompt, request, plan)
         mark = Mark(plan.label, pins)
         return [
             self._sequence(request, index, prompt, plan, mark, empty, grammar)
@@ -354,22 +354,23 @@ class Scheduler:
         trained = self.served.trained
         return trained - prompt if trained > prompt else MAX_TOKENS
 
-    def _spelled(
+    def _spell(
         self, prompt: Prompt, request: Request, plan: CachePlan
-    ) -> tuple[list[int], tuple[Span, ...], list[Any]]:
-        """The prompt's tokens as the conversation has them that it goes on from; pins; caches.
+    ) -> tuple[tuple[Span, ...], list[Any]]:
+        """Give a prompt the tokens of the conversation that it goes on from; its pins and caches.
 
         A model's tokens are seldom those into which its text is tokenized. So a prompt that begins
         with the text of a known conversation gets that one's tokens, and only the rest is
         tokenized.
         """
-        choices = [prompt.tokens]
+        spellings: list[tuple[list[int], tuple[str, int] | None]] = [(prompt.tokens, None)]
         for count, key in self.conversations.spellings(prompt.text):
             tokens = prompt.spelled_from(count, tokens_of(key))
-            choices += [tokens] if tokens and tokens not in choices else []
-        best: tuple[list[int], tuple[Span, ...], list[Any]] | None = None
+            if tokens and all(tokens != other for other, _ in spellings):
+                spellings.append((tokens, (prompt.text[:count], token_count(key))))
+        best: tuple[tuple[Span, ...], list[Any]] | None = None
         most, error = -1, None
-        for tokens in choices:
+        for tokens, spelling in spellings:
             try:
                 pins = request.pins.in_prompt(prompt.tokenizer, tokens, prompt.messages)
                 empty = with_pins(plan.empty, pins)
@@ -378,7 +379,8 @@ class Scheduler:
                 continue
             known = self.conversations.known(Place(Mark(plan.label, pins), key_of(tokens)))
             if known > most:
-                best, most = (tokens, pins, empty), known
+                best, most = (pins, empty), known
+                prompt.tokens, prompt.spelling = tokens, spelling
         if best is None:
             assert error is not None
             raise error
@@ -573,7 +575,9 @@ class Scheduler:
         if not is_stored:
             before = one.stops_at[-1][0]
             place = Place(one.mark, key_of(one.prompt.tokens[:before]))
-            turn = replace(turn, texts=())
+            spelling = one.prompt.spelling
+            texts = [spelling] if spelling is not None and spelling[1] <= before else []
+            turn = replace(turn, texts=tuple(texts))
             self.conversations.name(place, turn)
         return self.conversations.file_of(place)
 
@@ -581,7 +585,9 @@ class Scheduler:
         """A client has these answers: the files of their conversations' earlier turns go."""
         for name in names:
             entry = self.conversations.named(name)
-            if entry is not None and self.conversations.sessions is not None:
+            # An answer whose file could not be written leaves the earlier ones where they are.
+            if entry is not None and self.conversations.file_of(entry.place):
+                assert self.conversations.sessions is not None
                 self.conversations.sessions.delivered(entry.place)
 
     def _look_at_length(self, cache: list[Any]) -> None:
