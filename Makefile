@@ -79,16 +79,16 @@ ALL := test-python test-server test-caches test-models test-metal test-native te
 test-all: lint $(ALL)
 
 # Whole models: all of mlx-lm's, the embedded one's figures, conversations, several processes.
-MODELS := tests/model_caches/test_model_coverage.py tests/model_caches/test_model_families.py \
-    tests/caches/test_mla.py tests/model_caches/test_embedded_model.py tests/budgets/test_ranks.py
+MODELS := tests/models/test_model_coverage.py tests/models/test_model_families.py \
+    tests/caches/test_mla.py tests/models/test_embedded_model.py tests/budgets/test_ranks.py
 test-models: $(VENV)/.installed
 	$(BIN)/pytest $(MODELS)
 
 # Caches and kernels against the definition: most cases, and what happens to caches in any order.
 CACHES := tests/conformance/test_cache_against_oracle.py tests/caches/test_cache_journeys.py \
     tests/attention/test_cpu_kernels.py tests/caches/test_damaged_files.py \
-    tests/attention/test_fused_decoding.py tests/storage/test_packed.py tests/engine/test_pins.py \
-    tests/storage/test_recent.py tests/storage/test_undo.py
+    tests/attention/test_fused_decoding.py tests/slots/test_packed.py tests/layer/test_pins.py \
+    tests/slots/test_recent.py tests/slots/test_undo.py
 test-caches: $(VENV)/.installed
 	$(BIN)/pytest $(CACHES)
 
@@ -191,8 +191,8 @@ test-sanitize: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 MLX_H2O_EXTENSION=$$(echo $(SANITIZED)/_ext*.so) \
-	    $(BIN)/pytest -p no:cacheprovider tests/attention/test_cpu_kernels.py tests/storage/test_packed.py \
-	    tests/storage/test_recent.py -k "test_cpu_kernels or packed_once or threads or (fused \
+	    $(BIN)/pytest -p no:cacheprovider tests/attention/test_cpu_kernels.py tests/slots/test_packed.py \
+	    tests/slots/test_recent.py -k "test_cpu_kernels or packed_once or threads or (fused \
 	    and not (recent_bits and (h2o or tova or ema)))"
 
 lint: $(VENV)/.installed
@@ -204,14 +204,14 @@ lint: $(VENV)/.installed
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a
 # current MLX, and its own batches pad the states of qwen3_next.)
 test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm .compat/oldest/mlx_lm
-	PYTHONPATH=.compat $(BIN)/pytest tests/integration/test_routing.py \
-	    tests/integration/test_own_attention.py tests/model_caches/test_bounding.py \
-	    tests/model_caches/test_model_families.py tests/model_caches/test_prompt_cache.py \
+	PYTHONPATH=.compat $(BIN)/pytest tests/hosts/test_routing.py \
+	    tests/hosts/test_own_attention.py tests/models/test_bounding.py \
+	    tests/models/test_model_families.py tests/models/test_prompt_cache.py \
 	    tests/caches/test_batches.py \
 	    -k "not phi3small and not (sequences_give_alone and qwen3_next)"
-	PYTHONPATH=.compat/previous $(BIN)/pytest tests/model_caches/test_model_coverage.py -k "page"
-	PYTHONPATH=.compat/oldest $(BIN)/pytest tests/integration/test_routing.py \
-	    tests/model_caches/test_bounding.py tests/model_caches/test_prompt_cache.py
+	PYTHONPATH=.compat/previous $(BIN)/pytest tests/models/test_model_coverage.py -k "page"
+	PYTHONPATH=.compat/oldest $(BIN)/pytest tests/hosts/test_routing.py \
+	    tests/models/test_bounding.py tests/models/test_prompt_cache.py
 
 .compat/mlx_lm: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat mlx-lm==$(OLD_MLX_LM)

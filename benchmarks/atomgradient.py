@@ -35,7 +35,7 @@ from mlx_h2o.evaluate.measures.perplexity import Perplexity
 from mlx_h2o.evaluate.methods import FULL, OURS, WINDOW, Method
 from mlx_h2o.evaluate.report import Rows
 from mlx_h2o.loading.load import CALIBRATION_TEXT
-from mlx_h2o.model_caches.make import bounded_caches
+from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.policies import EMALogits
 
 SINK = 4

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak import prompts, resident_mb, tell, wait_for
-from mlx_h2o._utils.byte_size import memory_size
+from mlx_h2o._byte_size import memory_size
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 

@@ -25,7 +25,7 @@ from mlx_h2o.attention.ops import (
     scaled_dot_product_attention_with_scores,
 )
 from mlx_h2o.policies import make_policy
-from mlx_h2o.storage.packed import PackedRows, Packing, Rows
+from mlx_h2o.slots.packed import PackedRows, Packing, Rows
 
 READ = "plain read"
 MLX = "MLX"

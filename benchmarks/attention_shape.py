@@ -10,8 +10,8 @@ import mlx.nn as nn
 
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.evaluate.reader import Reader
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.recorder import LookingCache, Watcher, full_attention, looked_through
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.recorder import LookingCache, Watcher, full_attention, looked_through
 
 #: The part of the keys whose mass is the concentration.
 STRONGEST = 0.1

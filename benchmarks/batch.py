@@ -13,9 +13,9 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from benchmarks.measuring import Arm, Progress, Samples, in_turns
 from benchmarks.model import UNTIMED_TOKENS, MakeCache, prompt_tokens
-from mlx_h2o._utils.cache_lists import entries, replaced
-from mlx_h2o.integration.stock_caches import stock_caches
-from mlx_h2o.model_caches.make import make_prompt_cache
+from mlx_h2o.hosts.cache_lists import entries, replaced
+from mlx_h2o.hosts.stock_caches import stock_caches
+from mlx_h2o.models.make import make_prompt_cache
 
 DEFAULT = "default policy"
 H2O = "h2o"

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import attention, model
 from benchmarks.measuring import Samples
 from benchmarks.report import Report
-from mlx_h2o._utils.plotting import drawing
+from mlx_h2o.evaluate.plotting import drawing
 
 _COLOURS = {"float32": "#2a7f62", "float16": "#c44e52", "bfloat16": "#4c72b0"}
 _THEIRS, _OURS = "#8c8c8c", "#2a7f62"

@@ -23,10 +23,10 @@ from mlx_h2o.attention.backends.launcher import Launcher
 from mlx_h2o.attention.backends.step_launches import SlotArrays, StepPlan
 from mlx_h2o.attention.backends.work import Ranges
 from mlx_h2o.policies import Policy
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import PackedRows, Rows, dense
-from mlx_h2o.storage.remainder import Remainder
-from mlx_h2o.storage.slot_store import NARROW
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import PackedRows, Rows, dense
+from mlx_h2o.slots.remainder import Remainder
+from mlx_h2o.slots.slot_store import NARROW
 
 GPU = Gpu(Launcher(harness.metal_kernel, "metal"), lambda: "applegpu_g13g")
 # Hq, Hk, D: a layer of a 4B or 8B model.

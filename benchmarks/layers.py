@@ -11,8 +11,8 @@ from mlx_h2o.attention.backends import choice
 from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy
-from mlx_h2o.storage.packed import Packing, value_lengths
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.packed import Packing, value_lengths
+from mlx_h2o.slots.remainder import Remainder
 
 # Tokens that a layer has seen beyond those that it holds.
 EVICTED = 1000

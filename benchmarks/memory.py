@@ -28,7 +28,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 import mlx_h2o
 from benchmarks import server_memory
 from benchmarks.weighing import MOST_OVER, SEQUENCES, Held, Scale, parser
-from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o._blas import use_openblas
 
 #: Of the model: two layers of eight KV heads, 16 KiB of keys and values a token in float32.
 LAYERS, HEADS, GROUP, WIDTH = 2, 8, 2, 128

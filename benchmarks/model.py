@@ -16,10 +16,10 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
 from benchmarks.measuring import Arm, Progress, Samples, in_turns
-from mlx_h2o._utils.cache_lists import replaced
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts.cache_lists import replaced
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.load import SAMPLE_TEXT
-from mlx_h2o.model_caches.make import make_prompt_cache
+from mlx_h2o.models.make import make_prompt_cache
 
 DEFAULT = "salient"
 FRAMED = "salient, 6 bits in frames"

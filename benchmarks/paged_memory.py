@@ -28,11 +28,11 @@ import mlx.core as mx
 import mlx_h2o
 from benchmarks.memory import decode, read, the_model, told
 from mlx_h2o import H2OKVCache
-from mlx_h2o._utils.free_memory import give_back
 from mlx_h2o.caches.conversation import bounded_entries
-from mlx_h2o.storage import reserved_range
-from mlx_h2o.storage.paged_slots import PagedSlotStore
-from mlx_h2o.storage.slot_store import GROWTH_STEP
+from mlx_h2o.models.free_memory import give_back
+from mlx_h2o.slots import reserved_range
+from mlx_h2o.slots.paged_slots import PagedSlotStore
+from mlx_h2o.slots.slot_store import GROWTH_STEP
 
 RANGE, COPIES = "reserved range", "copies"
 MIB = 1 << 20

@@ -17,7 +17,7 @@ import mlx.core as mx
 from benchmarks.layers import full_layer
 from benchmarks.measuring import Arm, in_turns, timed
 from mlx_h2o import _ext, make_policy
-from mlx_h2o.storage.packed import Packing
+from mlx_h2o.slots.packed import Packing
 
 POLICIES = ("streaming", "h2o", "distinct", "salient")
 #: A second arm of the same policy, which shows the random error of a ratio.

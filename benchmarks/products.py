@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.measuring import Arm, Progress, Samples, in_turns, timed
-from mlx_h2o._utils import blas
+from mlx_h2o import _blas
 
 LINKED, OPENBLAS = "linked", "OpenBLAS"
 #: Rows, columns and terms: a step and a prompt of 128 tokens in a layer of 576 (a model of 135M
@@ -39,7 +39,7 @@ class Product:
 
 def can_be_measured() -> bool:
     """Whether there are two BLAS to choose from."""
-    return blas.use_openblas()
+    return _blas.use_openblas()
 
 
 def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
@@ -49,7 +49,7 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
         ValueError: OpenBLAS cannot be put in the place of MLX's own BLAS here.
     """
     if not can_be_measured():
-        raise ValueError(f"Nothing to compare: MLX uses {blas.blas()}. {blas.advice() or ''}")
+        raise ValueError(f"Nothing to compare: MLX uses {_blas.blas()}. {_blas.advice() or ''}")
     arms = {
         f"{name} {shape}": product(shape, name == OPENBLAS)
         for shape in SHAPES
@@ -58,7 +58,7 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
     try:
         found = in_turns(arms, rounds, progress=progress).seconds
     finally:
-        blas.use_openblas()
+        _blas.use_openblas()
     return [
         Product(shape, Samples({name: found[f"{name} {shape}"] for name in (LINKED, OPENBLAS)}))
         for shape in SHAPES
@@ -77,7 +77,7 @@ def product(shape: tuple[int, int, int], openblas: bool) -> Arm:
             mx.eval(x @ w.T)
 
     def arm() -> float:
-        (blas.use_openblas if openblas else blas.use_linked)()
+        (_blas.use_openblas if openblas else _blas.use_linked)()
         return timed(once)()
 
     return arm

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.weighing import SEQUENCES, Held, Scale, parser
-from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o._blas import use_openblas
 from mlx_h2o.cli import main as mlx_h2o_main
 from mlx_h2o.loading.load import SAMPLE_TEXT, load, model_path
 

@@ -30,7 +30,7 @@ from typing import Any
 import mlx_lm
 
 import mlx_h2o
-from mlx_h2o._utils.byte_size import memory_size
+from mlx_h2o._byte_size import memory_size
 from mlx_h2o.loading.load import SAMPLE_TEXT, model_path
 
 #: Seconds between two checks of the resident memory, and checks between two lines of progress.

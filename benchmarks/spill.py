@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o import Spill, load, make_prompt_cache
-from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o._blas import use_openblas
 from mlx_h2o.spill.layout import POSITIONS, LayerForm
 from mlx_h2o.spill.page_digests import PAGE
 from mlx_h2o.spill.row_file import RowFile

@@ -20,9 +20,9 @@ import mlx.core as mx
 from benchmarks.measuring import Arm, Samples, in_turns, timed
 from mlx_h2o import H2OKVCache, load, make_prompt_cache
 from mlx_h2o.attention.backends.choice import pack
-from mlx_h2o.engine import layer
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import PackedRows
+from mlx_h2o.layer import layer
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import PackedRows
 
 QUERY_HEADS, HEADS, WIDTH, SLOTS, BITS = 9, 3, 64, 512, 6
 FRAMED, PLAIN = "in a frame", "as they come"

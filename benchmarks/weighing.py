@@ -9,8 +9,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_h2o._utils.free_memory import give_back
-from mlx_h2o.storage import reserved_range
+from mlx_h2o.models.free_memory import give_back
+from mlx_h2o.slots import reserved_range
 
 #: Held over told, and what belongs to no cache: scalars and masks.
 MOST_OVER, LOOSE = 1.05, 1 << 18

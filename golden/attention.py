@@ -14,7 +14,7 @@ from mlx_h2o.attention.ops import (
     attention_mass,
     scaled_dot_product_attention_with_scores,
 )
-from mlx_h2o.storage.softmax import Mask
+from mlx_h2o.slots.softmax import Mask
 
 NAME = "attention"
 

@@ -9,8 +9,8 @@ from mlx_h2o.budgets.settings import Stage
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.rope import Rope
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.rope import Rope
 
 
 def caches_of(p: Parameters, inputs: Arrays) -> list[BoundedKVCache]:

@@ -22,8 +22,8 @@ from golden.group import Arrays, Group, Parameters
 from golden.groups import GROUPS
 from golden.manifest import Case, GoldenError
 from golden.margins import LEAST_MARGIN
-from mlx_h2o._utils.blas import use_openblas
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o._blas import use_openblas
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.attention.backends.choice import only_reference
 
 # Seeds to try until no choice of a case is a near-tie.

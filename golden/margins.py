@@ -10,8 +10,8 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.engine import returning
-from mlx_h2o.engine.returning import most_wanted, pages_to_read
+from mlx_h2o.layer import returning
+from mlx_h2o.layer.returning import most_wanted, pages_to_read
 from mlx_h2o.policies import selection
 from mlx_h2o.policies.selection import select_kept, select_victims
 

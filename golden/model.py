@@ -13,9 +13,9 @@ from golden.group import Arrays, Parameters, parameters_of, policy_of
 from golden.margins import watching
 from golden.trajectory import held
 from mlx_h2o.caches.kv_cache import H2OKVCache
-from mlx_h2o.integration import routing
+from mlx_h2o.hosts import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
-from mlx_h2o.model_caches.make import make_prompt_cache
+from mlx_h2o.models.make import make_prompt_cache
 from mlx_h2o.policies import Policy, make_policy
 
 NAME = "model"

@@ -11,7 +11,7 @@ import mlx.core as mx
 from golden.group import Arrays, Parameters
 from golden.numbers import SINKS, K, Q, V, tensor
 from mlx_h2o.attention.ops import scaled_dot_product_attention_quantized_with_scores
-from mlx_h2o.storage.packed import PackedRows
+from mlx_h2o.slots.packed import PackedRows
 
 NAME = "quantized"
 

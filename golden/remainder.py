@@ -23,7 +23,7 @@ from golden.numbers import (
     seed_of,
     tensor,
 )
-from mlx_h2o.storage.remainder import SATURATION, Remainder
+from mlx_h2o.slots.remainder import SATURATION, Remainder
 
 NAME = "remainder"
 

@@ -13,7 +13,7 @@ from golden import framed, trajectory
 from golden.caches import caches_of
 from golden.group import Arrays, Parameters, parameters_of
 from golden.margins import watching
-from mlx_h2o.model_caches.make import spill_to
+from mlx_h2o.models.make import spill_to
 from mlx_h2o.policies import make_policy
 from mlx_h2o.spill.setting import Returns, Spill
 

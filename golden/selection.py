@@ -15,7 +15,7 @@ from golden.margins import margin
 from golden.numbers import MEAN_KEY, WEIGHT, WORTH, K, V, hashed, seed_of, tensor
 from mlx_h2o.policies import Policy, Slots, make_policy
 from mlx_h2o.policies.selection import evictable_slots, select_kept, select_victims
-from mlx_h2o.storage.packed import value_lengths
+from mlx_h2o.slots.packed import value_lengths
 
 NAME = "selection"
 

@@ -45,7 +45,7 @@ SALIENT: dict[str, dict[str, Any]] = {
     "-layer": {"unit": "layer", "evict_every": 3, "prompt": "full"},
     "-values": {"value_weight": 1.5, "distance_weight": 0.0, "window": 16},
 }
-# RoPEs of keys whose positions roll (`storage/rope.py`), of all channels and of half of them.
+# RoPEs of keys whose positions roll (`slots/rope.py`), of all channels and of half of them.
 ROPES: dict[str, dict[str, Any]] = {
     "": {"dims": 32, "base": 10000.0, "scale": 1.0, "traditional": False},
     "-pairs": {"dims": 16, "base": 500.0, "scale": 0.5, "traditional": True},

@@ -21,7 +21,7 @@ from golden import manifest
 from golden.groups import GROUPS
 from golden.manifest import GoldenError
 from mlx_h2o import cli
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.cli.parsing import Parser
 from mlx_h2o.cli.tables import show

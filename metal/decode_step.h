@@ -8,7 +8,7 @@ namespace h2o {
 
 #define IN_PLACE(type, buffer) ((device type*)(buffer))
 
-// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/storage/packed.py).
+// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/slots/packed.py).
 #define LEAST_SQUARE 1e-12f
 
 struct DecodeStep {

@@ -1,5 +1,5 @@
 // The new row takes its slot, packed where rows are, and the row that it overwrites joins the
-// remainder (python/mlx_h2o/storage/remainder.py, fold). A simdgroup per KV head, which holds rows by
+// remainder (python/mlx_h2o/slots/remainder.py, fold). A simdgroup per KV head, which holds rows by
 // columns (quantize.h).
 
 #include "decode_step.h"
@@ -23,7 +23,7 @@ inline float column_of(Row row, int i, int lane) {
   return column[0];
 }
 
-// A key as it is stored where keys lie in a frame (python/mlx_h2o/storage/key_scaling.py), in its own type.
+// A key as it is stored where keys lie in a frame (python/mlx_h2o/slots/key_scaling.py), in its own type.
 template <int W, typename T>
 inline void enter_frame(
     const device float* centre, const device float* scale, int lane, thread float* columns) {

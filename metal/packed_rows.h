@@ -1,4 +1,4 @@
-// Rows in the format of mx.quantize (python/mlx_h2o/storage/packed.py): levels of BITS bits each, and a
+// Rows in the format of mx.quantize (python/mlx_h2o/slots/packed.py): levels of BITS bits each, and a
 // scale and a bias for every GROUP of a row's elements. The levels of a row are a stream of bits,
 // lowest first, so 32 of them are BITS words. They become numbers in registers.
 

@@ -14,7 +14,7 @@ inline void store_columns(Rows<device T*> row, int lane, thread float* columns) 
   }
 }
 
-// Packs it by each group's least and greatest element (python/mlx_h2o/storage/packed.py), bit for bit: the
+// Packs it by each group's least and greatest element (python/mlx_h2o/slots/packed.py), bit for bit: the
 // levels count from scale and bias as they are stored, rounded to the row's dtype. A group of equal
 // elements has scale 0 and levels 0; one with an infinity or a NaN is read as NaNs.
 template <int W, int BITS, int GROUP, typename T>

@@ -59,7 +59,7 @@ inline void load_queries(
   }
 }
 
-// Brings loaded rows into the frame of the keys that they meet (python/mlx_h2o/storage/key_scaling.py): q' = q
+// Brings loaded rows into the frame of the keys that they meet (python/mlx_h2o/slots/key_scaling.py): q' = q
 // scale, rounded to the queries' type. What they meet later, the remainder too, lies in it.
 template <int D, typename T, int W, int WV, int ROWS>
 inline void enter_frame(

@@ -1,4 +1,4 @@
-// The column with which the evicted tokens answer (python/mlx_h2o/storage/remainder.py has the formula).
+// The column with which the evicted tokens answer (python/mlx_h2o/slots/remainder.py has the formula).
 
 #include "rows.h"
 

@@ -16,12 +16,12 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_h2o
-from mlx_h2o._utils.plotting import drawing
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.evaluate.plotting import drawing
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.load import SAMPLE_TEXT
-from mlx_h2o.model_caches.make import make_prompt_cache
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import PackedRows
+from mlx_h2o.models.make import make_prompt_cache
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import PackedRows
 
 OUT = Path(__file__).parents[1] / "docs" / "reference" / "key-scaling.png"
 TOKENS = 1024

@@ -21,9 +21,9 @@ from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.allocation import falling
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.calibration.calibrate import GRID, Progress
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.layer_probe import identity_by_kinds
-from mlx_h2o.integration.recorder import (
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.layer_probe import identity_by_kinds
+from mlx_h2o.hosts.recorder import (
     LookingCache,
     Watcher,
     looked_through,
@@ -32,7 +32,7 @@ from mlx_h2o.integration.recorder import (
     windows_of,
 )
 from mlx_h2o.loading.load import CALIBRATION_TEXT, EMBEDDED_MODEL, load
-from mlx_h2o.storage.remainder import SATURATION
+from mlx_h2o.slots.remainder import SATURATION
 
 SINK = 4
 # Tokens of one pass; longer texts are cut into several.

@@ -25,16 +25,16 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_h2o
-from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o._blas import use_openblas
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.calibration.scaling_build import found_frames, frames_of
 from mlx_h2o.evaluate.measures.perplexity import samples_of
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.loading.load import CALIBRATION_TEXT
-from mlx_h2o.storage.key_scaling import Frame, RowFormat
+from mlx_h2o.slots.key_scaling import Frame, RowFormat
 from research.simulation import (
     DISTINCT,
     H2O,

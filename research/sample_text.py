@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_h2o
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts.stock_caches import stock_caches
 
 
 def sampled(model_name: str, tokens: int, length: int, seed: int) -> str:

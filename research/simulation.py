@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN, MASS_FLOOR
-from mlx_h2o.storage.key_scaling import RowFormat
-from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE, logarithm, value_lengths
+from mlx_h2o.slots.key_scaling import RowFormat
+from mlx_h2o.slots.packed import DEFAULT_GROUP_SIZE, logarithm, value_lengths
 
 SINK = 4
 #: Positions are attended to in multiples of this, so that shapes repeat.

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from covering import cover
-from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o._blas import use_openblas
 
 if path := os.environ.get("MLX_H2O_EXTENSION"):
     spec = importlib.util.spec_from_file_location("mlx_h2o._ext", path)

@@ -18,13 +18,13 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.latent import LatentKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.caches.shared import SharedKVCache
-from mlx_h2o.integration.refusals import NothingToBound
-from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.refusals import NothingToBound
+from mlx_h2o.slots.key_scaling import Frame
 from model_configs import VOCABULARY, config_of
 from tiny_models import prompt_tokens, with_random_weights
 

@@ -19,11 +19,11 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.cli import main
-from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.integration.recorder import one_budget_because
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.hosts.recorder import one_budget_because
 from mlx_h2o.serve.memory import most_bytes
 from model_configs import VOCABULARY
 from model_coverage import (

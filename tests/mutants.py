@@ -24,7 +24,7 @@ from mlx_h2o import H2OKVCache, Profile, load_prompt_cache, make_policy, resize,
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.loading.identity import ModelIdentity
-from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.slots.key_scaling import Frame
 from tiny_models import TinyLayer
 
 LAYER = TinyLayer(heads=2, group=2, key_width=32, value_width=32, length=200)

@@ -27,7 +27,7 @@ CONTENTS = (
     r"mlx_h2o/_ext\..*so",
     r"mlx_h2o/metal/attention_vector\.metal",
     r"mlx_h2o/data/smollm2-135m\.profile\.json",
-    r"mlx_h2o/models/recall-4m/model\.safetensors",
+    r"mlx_h2o/data/recall-4m/model\.safetensors",
     r"mlx_h2o/data/commit\.txt",
     r"mlx_h2o/py\.typed",
     r".*\.dist-info/licenses/LICENSE",

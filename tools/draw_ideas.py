@@ -16,17 +16,17 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_h2o
-from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.plan import stages_of_profile
 from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.integration.recorder import LookingCache, Watcher, full_attention, looked_through
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.evaluate.plotting import drawing
+from mlx_h2o.hosts.recorder import LookingCache, Watcher, full_attention, looked_through
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import Slots, terms
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import PackedRows
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import PackedRows
+from mlx_h2o.slots.remainder import Remainder
 
 OUT = Path(__file__).parents[1] / "docs" / "how-it-works"
 MODEL = "builtin:recall-4m"
@@ -242,7 +242,7 @@ def draw_key_scaling(pyplot: Any, model: Any, tokenizer: Any, path: Path, bits: 
 
 def profile_of(model: Any) -> Profile:
     """The embedded model's profile."""
-    folder = Path(mlx_h2o.__file__).parent / "models" / "recall-4m"
+    folder = Path(mlx_h2o.__file__).parent / "data" / "recall-4m"
     return Profile.load(folder / "mlx_h2o_profile.json")
 
 

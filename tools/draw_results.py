@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o._utils.plotting import drawing
+from mlx_h2o.evaluate.plotting import drawing
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 OUT = RESULTS / "smollm2.svg"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/reference/models.md: the results of bounded caches with every model of mlx-lm.
 
-Each model is run as tests/model_caches/test_model_coverage.py runs it (tests/model_matrix.py),
+Each model is run as tests/models/test_model_coverage.py runs it (tests/model_matrix.py),
 which takes minutes. If models are named, only their rows are run again, and the others stay.
 """
 
@@ -28,7 +28,7 @@ Which models of mlx-lm are bounded, layer by layer. Each module of `mlx_lm.model
 is run tiny, with random weights, through `make_prompt_cache`. While nothing is evicted its logits \
 must be those of mlx-lm's own caches. Far beyond a budget of {small} tokens its memory must have \
 stopped growing, its positions must count on, and its logits must be finite. \
-tests/model_caches/test_model_coverage.py runs all of them and fails where a row differs. The same \
+tests/models/test_model_coverage.py runs all of them and fails where a row differs. The same \
 run writes this page:
 
     python tools/model_table.py
@@ -45,7 +45,7 @@ of places (phi3small). Then all rows are handed out: one budget for all heads, n
 rows. *shared by layers*: several layers attend to one cache's rows, and a token's mass is that of \
 all their queries. *by keys alone*: the policy looks at keys, and the remainder goes in as plain \
 rows. Models with attention of their own (gemma2, phi3small, plamo, plamo2, stablelm) ask the \
-cache through `integration/own_attention.py`. Where mlx-lm's code for them differs from the known \
+cache through `hosts/own_attention.py`. Where mlx-lm's code for them differs from the known \
 one, a warning says so; then plamo and stablelm are bounded as MLA is, the others by keys alone. \
 Vision and other wrappers are run with their language part.
 

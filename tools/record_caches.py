@@ -31,15 +31,15 @@ from mlx_h2o.budgets.plan import stages_of_profile
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.settings import Stage
 from mlx_h2o.caches.kv_cache import H2OKVCache
-from mlx_h2o.integration import routing
+from mlx_h2o.hosts import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
-from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.slots.key_scaling import Frame
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "swift/Tests/MLXH2OTests/Fixtures"
 # Profiles, with slots per head for each: from very few to more than a calibration's length.
 PROFILES = {
-    "python/mlx_h2o/models/recall-4m/mlx_h2o_profile.json": (16, 94, 128, 700, 3000),
+    "python/mlx_h2o/data/recall-4m/mlx_h2o_profile.json": (16, 94, 128, 700, 3000),
     "swift/Tests/MLXH2OTests/Fixtures/profile.json": (14, 20, 41, 100),
 }
 LEAST = 12

@@ -32,9 +32,9 @@ from mlx_h2o.attention.backends.launcher import Launcher
 from mlx_h2o.attention.backends.operands import Seed
 from mlx_h2o.attention.backends.self_check import NEVER, VARIABLE
 from mlx_h2o.attention.backends.work import Ranges
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import PackedRows, Rows
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import PackedRows, Rows
+from mlx_h2o.slots.remainder import Remainder
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "swift/Tests/MLXH2OTests/Fixtures/launches.json"
@@ -359,9 +359,9 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
         mock.patch("mlx_h2o.attention.ops.backend", return_value=gpu),
         mock.patch.object(gpu_decoder, "writes_in_place", return_value=True),
         # The machine that records may have reserved ranges; one with a GPU has none.
-        mock.patch("mlx_h2o.engine.layer_factory.has_ranges", return_value=False),
+        mock.patch("mlx_h2o.layer.layer_factory.has_ranges", return_value=False),
         # No kernel runs, so the saved arrays hold no positions.
-        mock.patch("mlx_h2o.engine.saved_state.check_indices"),
+        mock.patch("mlx_h2o.layer.saved_state.check_indices"),
     ):
         others: dict[str, Callable[[H2OKVCache], H2OKVCache]] = {"copy": copied, "save": saved}
         for turn in call["turns"]:

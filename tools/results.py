@@ -30,7 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from mlx_h2o._utils.blas import blas
+from mlx_h2o._blas import blas
 from mlx_h2o.cli import parser
 
 ROOT = Path(__file__).parents[1]

@@ -25,14 +25,14 @@ AREAS = {
     "test-python": ("python/mlx_h2o/", "tests/", "golden/", "docs/", "benchmarks/", "research/"),
     "test-server": ("python/mlx_h2o/", "tests/serve/", "tests/spill/", "tests/chat/", "tests/cli/"),
     "test-caches": ("python/mlx_h2o/", "python/src/", "c_api/src/cpu/"),
-    "test-models": ("python/mlx_h2o/", "tests/model_", "tests/model_caches/"),
+    "test-models": ("python/mlx_h2o/", "tests/model_", "tests/models/"),
     "test-metal": ("metal/", "tests/metal/", "python/mlx_h2o/attention/backends/"),
     "test-native": ("c_api/", "golden/", "tests/conformance/test_c_api.py"),
     "test-sanitize": ("c_api/src/cpu/", "python/src/", "python/CMakeLists.txt"),
     "test-swift": ("swift/", "Package.swift", "c_api/mlx_c/", "tests/host_gpu/"),
     "test-old-mlx-lm": (
-        "python/mlx_h2o/integration/routing.py",
-        "python/mlx_h2o/model_caches/make.py",
+        "python/mlx_h2o/hosts/routing.py",
+        "python/mlx_h2o/models/make.py",
     ),
     "test-macos": ("c_api/src/", "python/src/", "tools/check_macos_build.py"),
 }

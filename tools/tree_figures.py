@@ -21,7 +21,7 @@ from step_files import PACKAGE, calls, visits
 
 ROOT = Path(__file__).parents[1]
 #: The packages that one step passes through, by their names of now and of before.
-CORE = ("attention", "policies", "slots", "storage", "layer", "engine", "budgets", "caches")
+CORE = ("attention", "policies", "slots", "layer", "budgets", "caches")
 #: Text that tools/embed_metal.py writes.
 GENERATED = "c_api/src/gpu/kernel_files.cpp"
 

@@ -33,7 +33,7 @@ from benchmarks.board.tasks import (
     ruler_task,
     texts,
 )
-from mlx_h2o._utils.commit import commit
+from mlx_h2o.doctor.commit import commit
 from mlx_h2o.evaluate.reader import Reader
 
 #: Called with the cell that is about to be measured, the cells done, and all cells.

@@ -10,8 +10,8 @@ from benchmarks.board.rivals import OURS, Rival
 from benchmarks.board.summaries import Summary
 from benchmarks.board.tables import summaries
 from benchmarks.board.tasks import TEXTS_TASK
-from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.evaluate.methods import share_label
+from mlx_h2o.evaluate.plotting import drawing
 
 #: The rivals that are named on their lines; the others are grey.
 NAMED = {

@@ -14,9 +14,9 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.budgets.plan import LayerKind
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.hosts.stock_caches import stock_caches
 
 #: Bytes of a number in a 16-bit model, and of a score.
 ELEMENT, SCORE = 2, 4

@@ -27,11 +27,11 @@ from benchmarks.board.chart import draw
 from benchmarks.board.reading import plain
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tables import LOST_COLUMNS, failures, lost, settings_of, table, tables_of
-from mlx_h2o._utils.blas import use_openblas
-from mlx_h2o._utils.files import cache_folder
-from mlx_h2o._utils.interrupts import terminating_tidily
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o._blas import use_openblas
+from mlx_h2o._files import cache_folder
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.calibration.first_use import profile_at_load
+from mlx_h2o.cli.interrupts import terminating_tidily
 from mlx_h2o.evaluate.methods import share_label
 from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT

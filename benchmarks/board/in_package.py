@@ -17,6 +17,7 @@ from benchmarks.board.reading import Reading, having_read, reading_of
 from benchmarks.board.rivals import OURS, Read, Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
+from mlx_h2o.compression.compress import compress_into
 from mlx_h2o.evaluate.methods import (
     FULL,
     PACKED,
@@ -26,7 +27,6 @@ from mlx_h2o.evaluate.methods import (
     parse_method,
 )
 from mlx_h2o.evaluate.reader import Reader
-from mlx_h2o.model_caches.compress import compress_into
 from mlx_h2o.spill.setting import Spill
 
 #: Ours with a file of all rows, of which those that are wanted come back.

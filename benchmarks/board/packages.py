@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mlx_h2o._utils.files import cache_folder
+from mlx_h2o._files import cache_folder
 
 
 class Missing(ValueError):

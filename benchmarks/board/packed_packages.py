@@ -17,7 +17,7 @@ from benchmarks.board.reading import Reading, counted_bytes, having_read, readin
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.evaluate.reader import Reader
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts.stock_caches import stock_caches
 
 TURBOQUANT = "turboquant-mlx-full==0.30.0"
 VELOXQUANT = "veloxquant-mlx==0.94.15"

@@ -12,12 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from benchmarks.board.tasks import Task
-from mlx_h2o._utils.free_memory import give_back
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.reader import Reader, no_progress, read, step
-from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.storage import reserved_range
+from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.models.free_memory import give_back
+from mlx_h2o.slots import reserved_range
 
 
 @dataclass

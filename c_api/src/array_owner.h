@@ -1,5 +1,5 @@
 // Who has a layer's arrays: the layer itself, or a decoder that changes them in place
-// (python/mlx_h2o/engine/layer.py).
+// (python/mlx_h2o/layer/layer.py).
 #pragma once
 
 #include "decoder.h"

@@ -1,5 +1,5 @@
 // What a model asks of a layer: queries, and how they see the keys
-// (python/mlx_h2o/attention/call.py, storage/softmax.py).
+// (python/mlx_h2o/attention/call.py, slots/softmax.py).
 #pragma once
 
 #include "attend.h"

@@ -1,5 +1,5 @@
 // Scores -> slots: what a chunk keeps, and which slots are overwritten next
-// (python/mlx_h2o/engine/eviction.py).
+// (python/mlx_h2o/layer/eviction.py).
 #pragma once
 
 #include "scoring.h"

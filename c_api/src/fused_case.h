@@ -1,5 +1,5 @@
 // A fused step of a GPU on a small case, beside the definition
-// (python/mlx_h2o/engine/fused_case.py).
+// (python/mlx_h2o/layer/fused_case.py).
 //
 // A short conversation: a prompt, read by the definition, then single tokens, by the kernels in one
 // cache and by the definition in another. One head is full from the start and the other fills on

@@ -1,5 +1,5 @@
 // What single-token steps changed, so that the last of them can be taken back
-// (python/mlx_h2o/storage/journal.py; "Steps taken back" in docs/how-it-works/index.md).
+// (python/mlx_h2o/slots/journal.py; "Steps taken back" in docs/how-it-works/index.md).
 #pragma once
 
 #include <deque>

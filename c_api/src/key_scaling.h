@@ -1,5 +1,5 @@
 // A frame for packed keys: each channel's centre and greatest distance, taken off before packing
-// (python/mlx_h2o/storage/key_scaling.py). A layer with one works in it throughout.
+// (python/mlx_h2o/slots/key_scaling.py). A layer with one works in it throughout.
 #pragma once
 
 #include "kernel_operands.h"

@@ -1,5 +1,5 @@
 // A layer's slots, newest tokens, remainder and next victims: the only place that changes them
-// (python/mlx_h2o/engine/layer.py).
+// (python/mlx_h2o/layer/layer.py).
 #pragma once
 
 #include "array_owner.h"
@@ -93,7 +93,7 @@ class BoundedLayer {
   size_t nbytes() const {
     return memory_.nbytes() + journal_.nbytes();
   }
-  // The position from which scores speak (python/mlx_h2o/engine/pins_and_turns.py).
+  // The position from which scores speak (python/mlx_h2o/layer/pins_and_turns.py).
   int aged_from() const {
     return aged_from_;
   }

@@ -1,5 +1,5 @@
 // Keys or values, dense or packed in the format of mx.quantize, of one kind or several
-// (python/mlx_h2o/storage/packed.py).
+// (python/mlx_h2o/slots/packed.py).
 #pragma once
 
 #include <map>
@@ -9,7 +9,7 @@
 
 namespace mlx_h2o {
 
-// What a store keeps of its rows, by name (python/mlx_h2o/storage/packed.py has the same names).
+// What a store keeps of its rows, by name (python/mlx_h2o/slots/packed.py has the same names).
 using Fields = std::map<std::string, mx::array>;
 
 // Those of heads first to last - 1, of fields [B, H, ...].

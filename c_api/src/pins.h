@@ -1,4 +1,4 @@
-// Positions whose tokens no policy evicts (python/mlx_h2o/storage/pins.py, budgets/allocation.py).
+// Positions whose tokens no policy evicts (python/mlx_h2o/slots/pins.py, budgets/allocation.py).
 //
 // A slot's position p is stored as -1 - p while its token is pinned: below every sink, so whatever
 // spares sinks spares pinned tokens too.

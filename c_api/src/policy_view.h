@@ -1,5 +1,5 @@
 // What a run of heads holds, as attention and policies see it: slots, then the newest tokens
-// (python/mlx_h2o/engine/policy_view.py). `fields` are those of the run's slots, [B, heads, N,
+// (python/mlx_h2o/layer/policy_view.py). `fields` are those of the run's slots, [B, heads, N,
 // ...]; M is N and the tokens in the recent window.
 #pragma once
 

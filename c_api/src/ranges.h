@@ -1,4 +1,4 @@
-// The largest value of every number that comes from outside, as in python/mlx_h2o/_utils/checks.py.
+// The largest value of every number that comes from outside, as in python/mlx_h2o/_checks.py.
 #pragma once
 
 #include "ops.h"

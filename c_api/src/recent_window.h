@@ -1,5 +1,5 @@
 // The newest tokens of a layer, stored in a width of their own
-// (python/mlx_h2o/storage/recent_window.py).
+// (python/mlx_h2o/slots/recent_window.py).
 #pragma once
 
 #include "kernel_terms.h"

@@ -1,5 +1,5 @@
 // The remainder: statistics of the evicted, and how they answer
-// (python/mlx_h2o/storage/remainder.py).
+// (python/mlx_h2o/slots/remainder.py).
 #pragma once
 
 #include "ops.h"

@@ -1,5 +1,5 @@
 // Evicted rows come back: the rows that the last queries want, from the file of all rows
-// (python/mlx_h2o/engine/returning.py, which says how and why).
+// (python/mlx_h2o/layer/returning.py, which says how and why).
 #pragma once
 
 #include "layer.h"

@@ -1,5 +1,5 @@
 // Rolling positions: queries see the kept tokens at neighbouring positions, without gaps
-// (python/mlx_h2o/storage/rope.py). Stored keys stay as they came; those that a query attends to
+// (python/mlx_h2o/slots/rope.py). Stored keys stay as they came; those that a query attends to
 // are turned.
 #pragma once
 

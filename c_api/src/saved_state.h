@@ -1,5 +1,5 @@
 // A cache as arrays by name and settings as JSON, as Python saves it
-// (python/mlx_h2o/engine/saved_state.py, engine/layer_factory.py).
+// (python/mlx_h2o/layer/saved_state.py, layer/layer_factory.py).
 //
 // Both may come from anywhere: whatever they say, what is made of them has shapes that fit
 // together, indices that lie in their buffers, and needs no more memory than a cache of its size

@@ -1,5 +1,5 @@
 // Attention -> scores: a call's queries attend, and the policy learns what they looked at
-// (python/mlx_h2o/engine/scoring.py).
+// (python/mlx_h2o/layer/scoring.py).
 #pragma once
 
 #include "layer.h"

@@ -1,4 +1,4 @@
-// Where the rows of a layer's kept tokens lie (python/mlx_h2o/storage/slot_store.py).
+// Where the rows of a layer's kept tokens lie (python/mlx_h2o/slots/slot_store.py).
 #pragma once
 
 #include "kernel_terms.h"
@@ -72,7 +72,7 @@ class SlotStore {
   void write(const std::string& name, const std::vector<mx::array>& parts);
 
   // Positions are kept in 16 bits while the conversation has no more of them
-  // (python/mlx_h2o/storage/slot_store.py): whether they are as wide as those of so many tokens,
+  // (python/mlx_h2o/slots/slot_store.py): whether they are as wide as those of so many tokens,
   // and what makes them so.
   bool positions_fit(int tokens) const {
     return wide_ == (tokens > kFewTokens);

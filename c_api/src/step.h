@@ -1,5 +1,5 @@
 // One token or one chunk of a layer: attention -> scores -> policy -> slots
-// (python/mlx_h2o/engine/step.py).
+// (python/mlx_h2o/layer/step.py).
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// How long values are: what a policy may weigh tokens by (python/mlx_h2o/storage/packed.py).
+// How long values are: what a policy may weigh tokens by (python/mlx_h2o/slots/packed.py).
 #pragma once
 
 #include "packed.h"

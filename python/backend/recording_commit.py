@@ -32,7 +32,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path("python/mlx_h2o")
 # Without importing the package, which needs MLX.
-PACKAGES_OWN = runpy.run_path(str(ROOT / PACKAGE / "_utils/commit.py"))
+PACKAGES_OWN = runpy.run_path(str(ROOT / PACKAGE / "doctor/commit.py"))
 RECORD = PACKAGE / PACKAGES_OWN["RECORD"]
 #: git writes the commit into it where it makes an archive, as GitHub does for a tag.
 OF_ARCHIVE = Path(".git_archival.txt")

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_h2o._utils.blas import use_openblas
+    from mlx_h2o._blas import use_openblas
     from mlx_h2o.attention.ops import (
         scaled_dot_product_attention_quantized_with_scores,
         scaled_dot_product_attention_with_scores,
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
     from mlx_h2o.caches.kv_cache import H2OKVCache
     from mlx_h2o.calibration.calibrate import calibrate
+    from mlx_h2o.compression.compress import compress_prompt
     from mlx_h2o.loading.load import load
-    from mlx_h2o.model_caches.compress import compress_prompt
-    from mlx_h2o.model_caches.install import install, uninstall
-    from mlx_h2o.model_caches.make import make_prompt_cache
-    from mlx_h2o.model_caches.memory_plan import plan
-    from mlx_h2o.model_caches.resize import resize
+    from mlx_h2o.models.install import install, uninstall
+    from mlx_h2o.models.make import make_prompt_cache
+    from mlx_h2o.models.memory_plan import plan
+    from mlx_h2o.models.resize import resize
     from mlx_h2o.policies import (
         EMA,
         H2O,
@@ -48,7 +48,7 @@ __version__ = "0.1.0"
 
 # Each module with the public names that it gives: those imported above, for type checkers.
 _NAMES_OF_MODULES = {
-    "_utils.blas": "use_openblas",
+    "_blas": "use_openblas",
     "attention.ops": "scaled_dot_product_attention_quantized_with_scores "
     "scaled_dot_product_attention_with_scores",
     "budgets.options": "CacheOptions",
@@ -59,11 +59,11 @@ _NAMES_OF_MODULES = {
     "caches.kv_cache": "H2OKVCache",
     "calibration.calibrate": "calibrate",
     "loading.load": "load",
-    "model_caches.compress": "compress_prompt",
-    "model_caches.install": "install uninstall",
-    "model_caches.make": "make_prompt_cache",
-    "model_caches.memory_plan": "plan",
-    "model_caches.resize": "resize",
+    "compression.compress": "compress_prompt",
+    "models.install": "install uninstall",
+    "models.make": "make_prompt_cache",
+    "models.memory_plan": "plan",
+    "models.resize": "resize",
     "policies": "EMA H2O TOVA Distinct EMALogits KeyDiff Observation "
     "Policy Salient Slots SnapKV Streaming make_policy register_policy",
     "spill.setting": "Spill",

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_h2o._utils import blas
+from mlx_h2o import _blas
 from mlx_h2o.attention.backends import choice
 
 pytestmark = pytest.mark.skipif(
@@ -47,10 +47,10 @@ def openblas() -> Iterator[None]:
     """Within it OpenBLAS is in use, whatever the run was started with."""
     from mlx_h2o import _ext
 
-    used = blas.openblas_file()
+    used = _blas.openblas_file()
     assert used is not None, "make installs scipy-openblas32"
     before = _ext.blas_file()
-    assert _ext.redirect_blas(str(used), blas.PREFIX) > 0
+    assert _ext.redirect_blas(str(used), _blas.PREFIX) > 0
     yield
     if before != _ext.blas_file():
         _ext.restore_blas()
@@ -130,7 +130,7 @@ SAY = """
 import mlx.core
 import mlx_h2o
 mlx_h2o.use_openblas()
-from mlx_h2o._utils.blas import advice, blas
+from mlx_h2o._blas import advice, blas
 print(blas(), advice(), sep="; ")
 """
 
@@ -150,13 +150,13 @@ def test_openblas_is_used_unless_told_otherwise() -> None:
 def test_a_built_in_model_is_loaded_with_openblas() -> None:
     program = (
         "import mlx_h2o; mlx_h2o.load('builtin:recall-4m'); "
-        "from mlx_h2o._utils.blas import blas; print(blas())"
+        "from mlx_h2o._blas import blas; print(blas())"
     )
     assert in_subprocess(program, HF_HUB_OFFLINE="1").startswith("OpenBLAS ")
 
 
 def test_what_is_installed_and_not_used_is_advised() -> None:
-    program = "import mlx_h2o; from mlx_h2o._utils.blas import advice; print(advice())"
+    program = "import mlx_h2o; from mlx_h2o._blas import advice; print(advice())"
     assert in_subprocess(program).endswith("To use OpenBLAS: mlx_h2o.use_openblas()")
 
 
@@ -191,7 +191,7 @@ def test_a_library_that_is_no_openblas_changes_nothing() -> None:
 
     _ext.restore_blas()
     linked = _ext.blas_file()
-    assert blas.blas() == "reference BLAS"
+    assert _blas.blas() == "reference BLAS"
     for library in ("/nowhere/libopenblas.so", "libm.so.6", linked):
         assert _ext.redirect_blas(library, "") == 0
         assert _ext.blas_file() == linked

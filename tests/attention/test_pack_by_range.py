@@ -8,7 +8,7 @@ import pytest
 
 from mlx_h2o import H2OKVCache
 from mlx_h2o.attention.backends.choice import only_reference, pack
-from mlx_h2o.storage.packed import BIASES, BITS, GROUP_SIZES, SCALES, PackedRows
+from mlx_h2o.slots.packed import BIASES, BITS, GROUP_SIZES, SCALES, PackedRows
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 

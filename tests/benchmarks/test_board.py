@@ -35,9 +35,9 @@ from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.scores import scores_of
 from benchmarks.board.summaries import summed_up
 from benchmarks.board.tables import COLUMNS, distance, failures, lost, tables_of
+from mlx_h2o.compression import compress
 from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
-from mlx_h2o.model_caches import compress
 
 P, C = 256, 6
 PAPERS = [momentkv.rival(), attention_matching.rival(), *turboquant.rivals()]

@@ -16,7 +16,7 @@ from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.policies import make_policy
-from mlx_h2o.storage.packed import Packing
+from mlx_h2o.slots.packed import Packing
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mlx_h2o
-from mlx_h2o._utils.json_arrays import as_text, of_text
 from mlx_h2o.budgets.allocation import capped, scaled
+from mlx_h2o.budgets.json_arrays import as_text, of_text
 from mlx_h2o.budgets.profile import ECHO_PART, RETURNING_PART, Measured, Profile, frames_for
 from mlx_h2o.loading.identity import ModelIdentity
 

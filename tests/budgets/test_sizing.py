@@ -10,7 +10,7 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o import Spill, describe, make_policy, make_prompt_cache
-from mlx_h2o._utils.byte_size import Share, memory_size
+from mlx_h2o._byte_size import Share, memory_size
 from mlx_h2o.budgets.cost import (
     LayerShare,
     RowWidths,
@@ -22,8 +22,8 @@ from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.calibration.scaling_build import KEPT
 from mlx_h2o.loading.identity import identity_of
 from mlx_h2o.loading.load import SAMPLE_TEXT
+from mlx_h2o.slots.slot_store import FEW
 from mlx_h2o.spill.setting import Returns
-from mlx_h2o.storage.slot_store import FEW
 from tiny_models import prefill, prompt_tokens, tiny_model
 
 #: Bytes of a token in a 16-bit cache of recall-4m: layers, heads, keys and values, bytes.

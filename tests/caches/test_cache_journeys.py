@@ -25,9 +25,9 @@ from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, save_prompt_cach
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.engine.saved_state import used_only
+from mlx_h2o.layer.saved_state import used_only
 from mlx_h2o.policies import policy_names
-from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.slots.key_scaling import Frame
 from tiny_models import TinyLayer
 
 LAYER = TinyLayer(heads=2, group=2, key_width=32, value_width=32, batch=2, length=600)

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import mlx_h2o
-from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o._byte_size import size_text
 from mlx_h2o.cli import main
 
 DESCRIBE = ["describe", "--model", "builtin:recall-4m"]

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_h2o import H2OKVCache, make_policy, make_prompt_cache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.remainder import Remainder
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
 # -- the offset confused with the physical length --------------------------------------------------

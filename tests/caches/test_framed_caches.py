@@ -21,7 +21,7 @@ from mlx_h2o import (
 )
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.calibration.scaling_build import frames_of
-from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.slots.key_scaling import Frame
 from tiny_models import TinyLayer, tiny_model
 
 WIDTH = 64

@@ -15,8 +15,8 @@ from mlx_h2o import make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings, ModelSettings, packing_of
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.caches.shared import SharedKVCache
-from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.model_caches.make import bounded_caches
+from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.models.make import bounded_caches
 from model_coverage import coverage_model
 from tiny_models import TinyLayer, greedy_steps, kept_positions, prefill, prompt_tokens
 

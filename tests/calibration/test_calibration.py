@@ -14,7 +14,7 @@ from mlx_h2o.calibration import calibrate
 from mlx_h2o.cli import main
 from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.loading.load import CALIBRATION_TEXT, MODELS, SAMPLE_TEXT
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.remainder import Remainder
 from research import exact_kl
 from tiny_models import tiny_model
 

@@ -22,7 +22,7 @@ from mlx_h2o.calibration.retrieval_loss import (
     pages_of,
 )
 from mlx_h2o.calibration.sensitivity import sensitivities
-from mlx_h2o.integration.recorder import HeadWeights, Watcher
+from mlx_h2o.hosts.recorder import HeadWeights, Watcher
 from mlx_h2o.policies import make_policy
 from tiny_models import tiny_model
 

@@ -7,15 +7,14 @@ import mlx.nn as nn
 import pytest
 
 import mlx_h2o
-from mlx_h2o import make_prompt_cache
-from mlx_h2o._utils import progress
+from mlx_h2o import _progress, make_prompt_cache
 from mlx_h2o.budgets import profile_store
 from mlx_h2o.calibration.first_use import profile_at_load
 from mlx_h2o.cli import main, parser
 from mlx_h2o.cli.evaluate import methods_of
 from mlx_h2o.evaluate.tuning import tuned_methods
-from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.integration.recorder import Watcher, require_weighable, watched
+from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.hosts.recorder import Watcher, require_weighable, watched
 from mlx_h2o.serve.model import ServedModel
 from tiny_models import prompt_tokens, tiny_model
 
@@ -73,8 +72,8 @@ def no_computing(monkeypatch):
 
 
 def test_a_size_in_bytes_has_a_model_measured_once(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "FIRST", 0.01)
-    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(_progress, "FIRST", 0.01)
+    monkeypatch.setattr(_progress, "EVERY", 0.01)
     model = model_of(100)
     cache = make_prompt_cache(model, **SIZE)
     said = capsys.readouterr().err
@@ -228,7 +227,7 @@ def test_the_command_refuses_by_name_before_it_computes(
 
 def test_a_terminal_gets_a_bar(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with progress.progress_bar("measuring") as tell:
+    with _progress.progress_bar("measuring") as tell:
         tell(1, 2)
     assert "measuring" in capsys.readouterr().err
 

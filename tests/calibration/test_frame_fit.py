@@ -10,7 +10,7 @@ from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.attention.ops import scaled_dot_product_attention
 from mlx_h2o.calibration.scaling_build import FIRST, frames_of_keys
 from mlx_h2o.calibration.scaling_fit import QUERY_STEP, FrameSample, KeyUse, fitted
-from mlx_h2o.storage.key_scaling import Frame, RowFormat
+from mlx_h2o.slots.key_scaling import Frame, RowFormat
 
 H, N, D = 2, 600, 64
 

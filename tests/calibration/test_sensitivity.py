@@ -10,7 +10,7 @@ from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration import calibrate
 from mlx_h2o.calibration.sensitivity import Errors, Movable, sensitivities
-from mlx_h2o.integration.recorder import Watcher, full_attention, looked_through
+from mlx_h2o.hosts.recorder import Watcher, full_attention, looked_through
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.policies import make_policy
 from tiny_models import prompt_tokens, tiny_model

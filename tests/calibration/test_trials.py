@@ -13,7 +13,7 @@ from mlx_h2o.calibration import calibrate
 from mlx_h2o.calibration.checkpoint import CalibratedLayers
 from mlx_h2o.calibration.scaling_build import frames_of_keys, frames_of_text, turning
 from mlx_h2o.calibration.trials import ORDERS, Rows, tried
-from mlx_h2o.integration.recorder import HeadWeights
+from mlx_h2o.hosts.recorder import HeadWeights
 from mlx_h2o.policies import make_policy
 from tiny_models import tiny_model
 

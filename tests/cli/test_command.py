@@ -17,7 +17,7 @@ from rich.table import Table
 
 import mlx_h2o
 from benchmarks import __main__ as benchmarks
-from mlx_h2o._utils import files
+from mlx_h2o import _files
 from mlx_h2o.cli import main, tables
 
 EMBEDDED = ["--model", "builtin:recall-4m"]
@@ -177,7 +177,7 @@ def test_a_result_that_cannot_be_written_is_written_elsewhere(tmp_path, monkeypa
     monkeypatch.setattr("tempfile.tempdir", None)
     gone = tmp_path / "gone" / "profile.json"
     with pytest.raises(OSError, match=r"it is in .* instead") as failure:
-        files.write_kept(gone, lambda path: path.write_text("minutes of work"))
+        _files.write_kept(gone, lambda path: path.write_text("minutes of work"))
     kept = Path(str(failure.value).split("it is in ")[1].split(" instead")[0])
     assert kept.suffix == ".json"
     assert kept.read_text() == "minutes of work"

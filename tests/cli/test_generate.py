@@ -12,7 +12,7 @@ import pytest
 from mlx_lm import stream_generate
 
 import mlx_h2o
-from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o._byte_size import size_text
 from mlx_h2o.cli import generate, main
 from mlx_h2o.loading.load import SAMPLE_TEXT
 

@@ -23,10 +23,10 @@ from golden.numbers import bell
 from mlx_h2o import H2OKVCache, Spill
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.model_caches.make import spill_to
+from mlx_h2o.models.make import spill_to
 from mlx_h2o.policies import make_policy
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.rope import Rope
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.rope import Rope
 
 ROOT = Path(__file__).parents[2]
 HOST_GPU = ROOT / "tests" / "host_gpu"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_h2o import H2OKVCache, Policy, make_policy
-from mlx_h2o.engine import scoring
+from mlx_h2o.layer import scoring
 from oracle import KEYS_ONLY, Oracle, Witness
 
 # Float32 against float64, over some hundred accumulated steps.

@@ -26,7 +26,7 @@ from mlx_h2o.evaluate.methods import (
 )
 from mlx_h2o.evaluate.reader import Reader, no_progress, read
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
-from mlx_h2o.integration.layer_probe import layer_kinds
+from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.loading.load import MODELS, SAMPLE_TEXT
 from tiny_models import tiny_model
 

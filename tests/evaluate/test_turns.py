@@ -13,10 +13,10 @@ import mlx_h2o
 from covering import covering
 from mlx_h2o import H2OKVCache, Policy, load_prompt_cache, make_policy, save_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
-from mlx_h2o.engine.pins_and_turns import checked_carry
 from mlx_h2o.evaluate.measures import TurnMeasure
 from mlx_h2o.evaluate.methods import FULL, WINDOW, Method
 from mlx_h2o.evaluate.reader import Reader, no_progress
+from mlx_h2o.layer.pins_and_turns import checked_carry
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model

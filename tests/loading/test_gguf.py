@@ -15,7 +15,7 @@ import mlx_h2o
 from gguf_files import BF16, F16, F32, Q4_1, Q8_0, packed, write_gguf
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
-from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
+from mlx_h2o.hosts.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.loading import demo_model, gguf, gguf_file
 from mlx_h2o.loading.gguf_file import GGUFFile
 from mlx_h2o.loading.gguf_tokenizer import tokenizer_of

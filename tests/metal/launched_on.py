@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_h2o.attention.backends.decoder import HeadPlan
 from mlx_h2o.attention.backends.step_launches import StepPlan
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.remainder import Remainder
 
 OFFSET = 900
 SINK = 2

@@ -8,7 +8,7 @@ from launched_on import assert_close, evicted, mask_of
 from mlx_h2o.attention.backends import attention_launches, metal, reference
 from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_LSE, EXPORT_NOTHING
 from mlx_h2o.attention.backends.work import Ranges
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.remainder import Remainder
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}

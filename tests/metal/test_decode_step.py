@@ -14,7 +14,7 @@ from mlx_h2o.attention.backends.decoder import HeadPlan
 from mlx_h2o.attention.backends.step_launches import SlotArrays, StepPlan
 from mlx_h2o.policies import KernelPolicy, Observation, Slots, selection
 from mlx_h2o.policies.base import kernel_policy_of
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.remainder import Remainder
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 

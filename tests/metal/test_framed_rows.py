@@ -11,9 +11,9 @@ from conftest import HOST
 from mlx_h2o.attention.backends import attention_launches, metal, step_launches
 from mlx_h2o.attention.backends.step_launches import SlotArrays
 from mlx_h2o.attention.backends.work import Ranges
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import PackedRows
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import PackedRows
+from mlx_h2o.slots.remainder import Remainder
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 

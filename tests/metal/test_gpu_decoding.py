@@ -13,9 +13,9 @@ from mlx_h2o.attention.backends.choice import accepts
 from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.engine.step import prove_fused
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.slot_store import FEW, WIDE
+from mlx_h2o.layer.step import prove_fused
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.slot_store import FEW, WIDE
 
 B, HK, G, D, DV = 1, 2, 2, 64, 32
 

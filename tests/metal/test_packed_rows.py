@@ -16,8 +16,8 @@ from mlx_h2o.attention.backends import attention_launches, choice, metal, refere
 from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
 from mlx_h2o.attention.backends.step_launches import SlotArrays
 from mlx_h2o.attention.ops import scaled_dot_product_attention_quantized_with_scores
-from mlx_h2o.storage.packed import BITS, GROUP_SIZES, PackedRows, dense
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.packed import BITS, GROUP_SIZES, PackedRows, dense
+from mlx_h2o.slots.remainder import Remainder
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Of the output: absolute, and relative where partial results are rounded too.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mlx_h2o
-from mlx_h2o._utils import blas
+from mlx_h2o import _blas
 
 ROOT = Path(__file__).parents[2]
 #: Beyond mlx itself. It takes milliseconds; a machine that does other work may take this long.
@@ -43,11 +43,9 @@ print([signal.getsignal(kind) for kind in kinds] == before)
     assert printed(program) == "True"
 
 
-@pytest.mark.skipif(not blas.openblas_file(), reason="there is no other BLAS to bring in")
+@pytest.mark.skipif(not _blas.openblas_file(), reason="there is no other BLAS to bring in")
 def test_mlx_keeps_its_own_products():
-    program = (
-        "import mlx_h2o, mlx_h2o.cli.generate; mlx_h2o.install; print(mlx_h2o._utils.blas.blas())"
-    )
+    program = "import mlx_h2o, mlx_h2o.cli.generate; mlx_h2o.install; print(mlx_h2o._blas.blas())"
     assert printed(program) == "reference BLAS"
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mlx_h2o._utils import commit as commits
-from mlx_h2o._utils import tested_versions
-from mlx_h2o._utils.tested_versions import TESTED, UntestedVersion, numbers, warn_if_newer
 from mlx_h2o.cli import main
-from mlx_h2o.integration import routing
+from mlx_h2o.doctor import commit as commits
+from mlx_h2o.hosts import routing, tested_versions
+from mlx_h2o.hosts.tested_versions import TESTED, UntestedVersion, numbers, warn_if_newer
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -118,7 +117,7 @@ def test_tested_ones_and_imports_are_silent(with_versions):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_newer()
-    program = "import mlx_h2o; from mlx_h2o._utils import tested_versions as t; t.version = "
+    program = "import mlx_h2o; from mlx_h2o.hosts import tested_versions as t; t.version = "
     program += "lambda name: '99.0'; mlx_h2o.H2OKVCache, mlx_h2o.make_prompt_cache"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 import mlx_h2o
-from mlx_h2o.integration.refusals import NothingToBound
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts.refusals import NothingToBound
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.serve.conversations import Conversations, pieces_of
 from mlx_h2o.serve.keys import Mark, Place, key_of, token_count, tokens_of
 from mlx_h2o.serve.memory import Ledger, most_bytes

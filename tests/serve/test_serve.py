@@ -19,7 +19,7 @@ import openai
 import pytest
 
 import mlx_h2o
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.model import ModelChoice

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 import mlx_h2o
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
+from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.pins import PinRequest
 from serving import MODEL, SIZE, Running, alone, serving, until, words

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from mlx_h2o.storage.pins import true_positions
+from mlx_h2o.slots.pins import true_positions
 from serving import SIZE, WORDS, serving
 
 

@@ -14,13 +14,13 @@ from mlx_h2o.budgets.plan import FEWEST_CHOICES
 from mlx_h2o.budgets.profile import FILE_NAME
 from mlx_h2o.evaluate.facts import recall_task
 from mlx_h2o.loading.load import CALIBRATION_TEXT, EMBEDDED_MODEL, MODELS
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import dense
+from mlx_h2o.slots.pins import true_positions
+from mlx_h2o.slots.remainder import Remainder
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of
 from mlx_h2o.spill.setting import Returns
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import dense
-from mlx_h2o.storage.pins import true_positions
-from mlx_h2o.storage.remainder import Remainder
 from research.returning import answers_known, prompts_of
 
 HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from mlx_h2o import H2OKVCache, Spill, load, make_prompt_cache, save_prompt_cache
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.budgets.cost import RowWidths
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.batch import BatchH2OKVCache
-from mlx_h2o.engine import step as engine_step
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.layer import step as engine_step
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.pins import true_positions
 from mlx_h2o.spill import row_file
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.layout import POSITIONS
 from mlx_h2o.spill.row_file import WAITING
 from mlx_h2o.spill.setting import TOGETHER
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.pins import true_positions
 from rows_for_files import wait_for
 from tiny_models import tiny_model
 

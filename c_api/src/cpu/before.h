@@ -1,4 +1,4 @@
-// What a step changes, copied before it does (python/mlx_h2o/storage/journal.py).
+// What a step changes, copied before it does (python/mlx_h2o/slots/journal.py).
 #pragma once
 
 #include "decode_step.h"

@@ -17,7 +17,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 // remainder.py: keep x finite whatever the queries and keys.
 constexpr float kLargestQuery = 1e15f;
 constexpr float kLargestTerm = 1e30f;
-// storage/packed.py
+// slots/packed.py
 constexpr float kLeastSquare = 1e-12f;
 // policies/terms.py: fewer evicted keys than this give no mean worth measuring distances from.
 constexpr int kFewestForAMean = 16;

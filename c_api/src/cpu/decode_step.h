@@ -56,7 +56,7 @@ struct RecentState {
   int size = 0;             // 0: they are stored with all others
 };
 
-// The layer's memory (storage/slot_store.py and storage/remainder.py name the fields).
+// The layer's memory (slots/slot_store.py and slots/remainder.py name the fields).
 struct LayerState {
   SlotRows keys;
   SlotRows values;

@@ -1,4 +1,4 @@
-// A token's key and queries in a layer's frame (python/mlx_h2o/storage/key_scaling.py).
+// A token's key and queries in a layer's frame (python/mlx_h2o/slots/key_scaling.py).
 #pragma once
 
 #include <vector>

@@ -459,7 +459,7 @@ namespace h2o {
 
 #define IN_PLACE(type, buffer) ((device type*)(buffer))
 
-// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/storage/packed.py).
+// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/slots/packed.py).
 #define LEAST_SQUARE 1e-12f
 
 struct DecodeStep {
@@ -831,7 +831,7 @@ inline float join_lanes(thread OnlineSoftmax<WV>& row, float logit) {
 }  // namespace h2o
 )metal"},
 {"overwrite.metal", R"metal(// The new row takes its slot, packed where rows are, and the row that it overwrites joins the
-// remainder (python/mlx_h2o/storage/remainder.py, fold). A simdgroup per KV head, which holds rows by
+// remainder (python/mlx_h2o/slots/remainder.py, fold). A simdgroup per KV head, which holds rows by
 // columns (quantize.h).
 
 #include "decode_step.h"
@@ -855,7 +855,7 @@ inline float column_of(Row row, int i, int lane) {
   return column[0];
 }
 
-// A key as it is stored where keys lie in a frame (python/mlx_h2o/storage/key_scaling.py), in its own type.
+// A key as it is stored where keys lie in a frame (python/mlx_h2o/slots/key_scaling.py), in its own type.
 template <int W, typename T>
 inline void enter_frame(
     const device float* centre, const device float* scale, int lane, thread float* columns) {
@@ -1012,7 +1012,7 @@ inline void overwrite(
       var_keys_out, mean_values_out, slots_out, threadgroup_position_in_grid,
       int(thread_index_in_threadgroup));
 )metal"},
-{"packed_rows.h", R"metal(// Rows in the format of mx.quantize (python/mlx_h2o/storage/packed.py): levels of BITS bits each, and a
+{"packed_rows.h", R"metal(// Rows in the format of mx.quantize (python/mlx_h2o/slots/packed.py): levels of BITS bits each, and a
 // scale and a bias for every GROUP of a row's elements. The levels of a row are a stream of bits,
 // lowest first, so 32 of them are BITS words. They become numbers in registers.
 
@@ -1503,7 +1503,7 @@ inline void store_columns(Rows<device T*> row, int lane, thread float* columns) 
   }
 }
 
-// Packs it by each group's least and greatest element (python/mlx_h2o/storage/packed.py), bit for bit: the
+// Packs it by each group's least and greatest element (python/mlx_h2o/slots/packed.py), bit for bit: the
 // levels count from scale and bias as they are stored, rounded to the row's dtype. A group of equal
 // elements has scale 0 and levels 0; one with an infinity or a NaN is read as NaNs.
 template <int W, int BITS, int GROUP, typename T>
@@ -1618,7 +1618,7 @@ inline void load_queries(
   }
 }
 
-// Brings loaded rows into the frame of the keys that they meet (python/mlx_h2o/storage/key_scaling.py): q' = q
+// Brings loaded rows into the frame of the keys that they meet (python/mlx_h2o/slots/key_scaling.py): q' = q
 // scale, rounded to the queries' type. What they meet later, the remainder too, lies in it.
 template <int D, typename T, int W, int WV, int ROWS>
 inline void enter_frame(
@@ -1643,7 +1643,7 @@ inline void enter_frame(
 
 }  // namespace h2o
 )metal"},
-{"remainder.h", R"metal(// The column with which the evicted tokens answer (python/mlx_h2o/storage/remainder.py has the formula).
+{"remainder.h", R"metal(// The column with which the evicted tokens answer (python/mlx_h2o/slots/remainder.py has the formula).
 
 #include "rows.h"
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from mlx_h2o.storage.softmax import Mask
+from mlx_h2o.slots.softmax import Mask
 
 
 class AttentionCall(NamedTuple):

@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlx_h2o.attention.backends import joined, reference
 from mlx_h2o.attention.backends.choice import backend
 from mlx_h2o.attention.backends.operands import Options, Ranges, Seed
-from mlx_h2o.storage import softmax
-from mlx_h2o.storage.packed import AnyRows, JoinedRows, PackedRows
-from mlx_h2o.storage.softmax import Mask
+from mlx_h2o.slots import softmax
+from mlx_h2o.slots.packed import AnyRows, JoinedRows, PackedRows
+from mlx_h2o.slots.softmax import Mask
 
 FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 

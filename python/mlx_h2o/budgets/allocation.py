@@ -15,9 +15,9 @@ import heapq
 from collections.abc import Sequence
 from operator import itemgetter
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 from mlx_h2o.policies import Policy
-from mlx_h2o.storage.pins import Span, pinned_from
+from mlx_h2o.slots.pins import Span, pinned_from
 
 # Limits for a file's numbers: beyond them allocation would overflow or take too long.
 LONGEST_GRID, MOST_SLOTS = 1024, 2**40
@@ -32,7 +32,9 @@ def check_curves(grid: Sequence[int], curves: Sequence[Curve]) -> None:
     if not slots or not all(type(x) in (int, float) for curve in curves for x in curve):
         raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
     if not grid or list(grid) != sorted(set(grid)) or grid[0] < 1:
-        raise ValueError(f"A profile's grid must ascend from at least 1; got {checks.shown(grid)}.")
+        raise ValueError(
+            f"A profile's grid must ascend from at least 1; got {_checks.shown(grid)}."
+        )
     if len(grid) > LONGEST_GRID or grid[-1] > MOST_SLOTS:
         raise ValueError(
             f"A profile's grid has at most {LONGEST_GRID} points of at most {MOST_SLOTS} slots."

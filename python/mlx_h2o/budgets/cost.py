@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 from mlx_h2o.budgets.allocation import check_curves
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy
-from mlx_h2o.storage.journal import step_bytes
-from mlx_h2o.storage.packed import Packing, group_size_for
-from mlx_h2o.storage.remainder import Remainder
-from mlx_h2o.storage.slot_store import FEW, NARROW, WIDE
+from mlx_h2o.slots.journal import step_bytes
+from mlx_h2o.slots.packed import Packing, group_size_for
+from mlx_h2o.slots.remainder import Remainder
+from mlx_h2o.slots.slot_store import FEW, NARROW, WIDE
 
 #: Bytes of memory that a row which came back from a file may take beside its slot: its position and
-#: what its score was raised by (`engine/return_state.py`), in 4 bytes each.
+#: what its score was raised by (`layer/return_state.py`), in 4 bytes each.
 CREDIT_BYTES = 8
 #: Bytes of an element of a 16-bit cache.
 PLAIN_ELEMENT = 2
@@ -39,7 +39,7 @@ class RowWidths:
         spill_bytes: Bytes that one KV head keeps for a file of its rows (`Spill.head_bytes`), or 0.
         waiting: Rows, as they are stored, of one KV head that wait for the file.
         returning: Rows of one KV head that come back from the file at once, at most.
-        position: Bytes of a slot's position (`storage/slot_store.py`): those of a long
+        position: Bytes of a slot's position (`slots/slot_store.py`): those of a long
             conversation, or fewer while it is short (`narrow`).
     """
 
@@ -182,7 +182,7 @@ def most_slots(
     max_bytes: int,
     bytes_of: Callable[[int], int],
     least: int = 0,
-    most: int = checks.MOST_TOKENS,
+    most: int = _checks.MOST_TOKENS,
 ) -> int:
     """The most slots that fit: bytes grow with slots.
 
@@ -250,8 +250,8 @@ class LayerShare:
         Raises:
             ValueError: It is not the result of `config`.
         """
-        heads = checks.whole("heads", config["heads"], 1)
-        sizes = {name: checks.whole(name, x, 1) for name, x in config["widths"].items()}
+        heads = _checks.whole("heads", config["heads"], 1)
+        sizes = {name: _checks.whole(name, x, 1) for name, x in config["widths"].items()}
         if heads > MOST_HEADS or max(sizes.values()) > WIDEST_ROW:
             raise ValueError(f"A layer cannot have {heads} KV heads with rows of {sizes}.")
         grid, losses = tuple(config["grid"]), tuple(tuple(curve) for curve in config["losses"])
@@ -259,7 +259,7 @@ class LayerShare:
             check_curves(grid, losses)
         if len(losses) not in (0, heads):
             raise ValueError(f"There are losses of {len(losses)} heads for {heads} KV heads.")
-        slots = checks.wholes("slots", config["slots"], 1) if config.get("slots") else ()
+        slots = _checks.wholes("slots", config["slots"], 1) if config.get("slots") else ()
         if len(slots) not in (0, heads):
             raise ValueError(f"There are slots of {len(slots)} heads for {heads} KV heads.")
         own = {"packing": packing, "undo": undo, "framed": framed}

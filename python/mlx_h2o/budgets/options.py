@@ -12,10 +12,10 @@ from typing import Any, Literal, TypedDict
 
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import DEFAULT_GROUP_SIZE
+from mlx_h2o.slots.pins import Span
 from mlx_h2o.spill.setting import Spill
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
-from mlx_h2o.storage.pins import Span
 
 #: Slots: a number for every KV head of a layer, a list with each head's, or None for a cache that
 #: does not grow.

@@ -8,7 +8,7 @@ A size, in tokens or in bytes, is a total number of slots. While a conversation 
 than there are slots a head, every head keeps all tokens. From then on slots are shared out anew
 whenever the conversation has doubled, by the profile's curves for that length, until the shares are
 those of a long one. Each layer changes by its own offset, so all change at the same token. Where
-positions need more bits (`storage/slot_store.py`), there are fewer slots from then on.
+positions need more bits (`slots/slot_store.py`), there are fewer slots from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_h2o._utils.checks import MOST_TOKENS
+from mlx_h2o._checks import MOST_TOKENS
 from mlx_h2o.budgets.allocation import scaled
 from mlx_h2o.budgets.cost import (
     PLAIN_ELEMENT,
@@ -34,13 +34,13 @@ from mlx_h2o.budgets.profile import LayerFrames, Profile, frames_for
 from mlx_h2o.budgets.settings import ModelSettings, Stage
 from mlx_h2o.budgets.tensor_parallel import Ranks
 from mlx_h2o.policies import Policy
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import Packing, group_size_for
+from mlx_h2o.slots.pins import Span, pinned_from
+from mlx_h2o.slots.remainder import SATURATION
+from mlx_h2o.slots.rope import Rope
+from mlx_h2o.slots.slot_store import FEW
 from mlx_h2o.spill.row_file import WAITING
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import Packing, group_size_for
-from mlx_h2o.storage.pins import Span, pinned_from
-from mlx_h2o.storage.remainder import SATURATION
-from mlx_h2o.storage.rope import Rope
-from mlx_h2o.storage.slot_store import FEW
 
 #: A head of a profile needs this many tokens to choose from; with one or two there is no choice.
 FEWEST_CHOICES = 4

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.json_arrays import as_text, of_text
+from mlx_h2o import _checks
 from mlx_h2o.budgets import allocation
 from mlx_h2o.budgets.allocation import falling
+from mlx_h2o.budgets.json_arrays import as_text, of_text
 from mlx_h2o.loading.identity import ModelIdentity
-from mlx_h2o.storage.remainder import SATURATION
+from mlx_h2o.slots.remainder import SATURATION
 
 FORMAT = "mlx-h2o profile"
 #: Version 1 had only the curves.
@@ -91,10 +91,10 @@ class Measured:
             widths: Width of a key, of each layer.
             grid: Numbers of slots, ascending.
         """
-        checks.wholes("spans", self.spans, 1)
+        _checks.wholes("spans", self.spans, 1)
         if list(self.spans) != sorted(set(self.spans)):
             raise ValueError(f"A profile's spans must ascend; got {self.spans}.")
-        if not self.orders or not all(checks.finite("orders", t) >= 0 for t in self.orders):
+        if not self.orders or not all(_checks.finite("orders", t) >= 0 for t in self.orders):
             raise ValueError(f"A profile's orders must be numbers from 0; got {self.orders}.")
         shape: tuple[int, ...] = (sum(heads), len(self.orders), len(self.spans), len(grid))
         losses = [("errors", self.errors, shape)]
@@ -497,7 +497,7 @@ def check_frames(
         widths: Width of a key, of each layer.
     """
     for context, layers in frames.items():
-        checks.whole("context", context, 1)
+        _checks.whole("context", context, 1)
         shapes = [frame.shape for frame in layers]
         if shapes != [(2, h, d) for h, d in zip(heads, widths, strict=True)]:
             raise ValueError(f"A profile's frames for {context} tokens are {shapes}.")

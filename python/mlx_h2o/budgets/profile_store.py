@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import mlx.nn as nn
 
-from mlx_h2o._utils.files import replacing
+from mlx_h2o._files import replacing
 from mlx_h2o.budgets.profile import FILE_NAME, Profile
 from mlx_h2o.loading.demo_model import cache_folder
 from mlx_h2o.loading.identity import ModelIdentity

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.byte_size import Share, memory_size
+from mlx_h2o import _checks
+from mlx_h2o._byte_size import Share, memory_size
 from mlx_h2o.budgets.allocation import room_for_pins
 from mlx_h2o.budgets.options import NAMES, CacheOptions, LayerBudgets, completed
 from mlx_h2o.budgets.profile import Profile
@@ -17,13 +17,13 @@ from mlx_h2o.budgets.tensor_parallel import checked_ranks
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
+from mlx_h2o.slots.journal import MOST_STEPS
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
+from mlx_h2o.slots.pins import Span, checked_spans
+from mlx_h2o.slots.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
+from mlx_h2o.slots.rope import Rope
 from mlx_h2o.spill.setting import Spill, spill_setting
-from mlx_h2o.storage.journal import MOST_STEPS
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
-from mlx_h2o.storage.pins import Span, checked_spans
-from mlx_h2o.storage.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
-from mlx_h2o.storage.rope import Rope
 
 DEFAULT_POLICY = "salient"
 POSITIONS = ("absolute", "rolling")
@@ -65,9 +65,9 @@ class CacheSettings:
         frame: The key scaling (`Frame`) of packed keys, or None.
         filling: Budgets that follow as the conversation grows (`budgets/plan.py`); `budgets` are
             those of a shorter one.
-        rope: The keys' RoPE, if queries see them at positions without gaps (`storage/rope.py`).
+        rope: The keys' RoPE, if queries see them at positions without gaps (`slots/rope.py`).
         ranks: Processes that share the layer's KV heads (`budgets/tensor_parallel.py`).
-        pins: Spans of positions that are never evicted (`storage/pins.py`). A head that is too
+        pins: Spans of positions that are never evicted (`slots/pins.py`). A head that is too
             small for them, and for what its policy protects beside them, gets slots of the layer's
             larger heads, so that a profile's smallest heads hold every pin and bytes stay as they
             were.
@@ -93,11 +93,11 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
-        self._set("remainder", checks.switch("remainder", self.remainder))
-        self._set("attending", checks.switch("attending", self.attending))
+        self._set("remainder", _checks.switch("remainder", self.remainder))
+        self._set("attending", _checks.switch("attending", self.attending))
         one_size(max_size=self.max_size, max_bytes=self.max_bytes, budgets=self.budgets)
         if self.max_bytes is not None:
-            size = checks.whole("max_bytes", self.max_bytes, 1, checks.MOST_BYTES)
+            size = _checks.whole("max_bytes", self.max_bytes, 1, _checks.MOST_BYTES)
             self._set("max_bytes", size)
         if not self.attending and self.policy.needs_attention:
             raise ValueError(
@@ -111,7 +111,7 @@ class CacheSettings:
         if self.undo and not self.attending:
             raise ValueError("A model that attends by itself cannot take tokens back one by one.")
         if self.max_size is not None:
-            size = checks.whole("max_size", self.max_size)
+            size = _checks.whole("max_size", self.max_size)
             self._set("max_size", self.checked_budgets("max_size", size)[0])
         if self.budgets is not None:
             self._set("budgets", self.checked_budgets("budgets", self.budgets))
@@ -262,10 +262,10 @@ class CacheSettings:
         Raises:
             ValueError: They are not whole numbers, or the policy cannot work with them.
         """
-        if name == "budgets" or checks.is_list(budgets):
-            counts = checks.wholes(name, budgets)
+        if name == "budgets" or _checks.is_list(budgets):
+            counts = _checks.wholes(name, budgets)
         else:
-            counts = (checks.whole(name, budgets),)
+            counts = (_checks.whole(name, budgets),)
         for count in counts:
             self.policy.check_budget(count, name)
         if len(set(counts)) > 1 and not self.attending:
@@ -293,7 +293,7 @@ class ModelSettings:
         context: The most tokens of a conversation, or None for the length that the model was
             trained for.
         chooses_bits: Whether the size is in bytes and no option says how rows are stored.
-        positions: "absolute", or "rolling": without gaps (`storage/rope.py`).
+        positions: "absolute", or "rolling": without gaps (`slots/rope.py`).
         pins: Spans of positions that are never evicted.
         measures: "first use": a model without a profile is measured for a size in bytes, quickly
             and once; "never": it is not.
@@ -319,7 +319,7 @@ class ModelSettings:
     spill: Spill | None = None
 
     def __post_init__(self) -> None:
-        checks.choice("profile", self.measures, PROFILES)
+        _checks.choice("profile", self.measures, PROFILES)
         object.__setattr__(self, "spill", spill_setting(self.spill))
         object.__setattr__(self, "budgets", budgets_of_model(self.budgets))
         if self.layer_budgets is None:
@@ -329,12 +329,12 @@ class ModelSettings:
         object.__setattr__(self, "undo", checked_undo(self.undo))
         for name in ("max_size", "context"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, checks.whole(name, getattr(self, name), 1))
+                object.__setattr__(self, name, _checks.whole(name, getattr(self, name), 1))
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", memory_size("max_bytes", self.max_bytes))
-        object.__setattr__(self, "remainder", checks.switch("remainder", self.remainder))
+        object.__setattr__(self, "remainder", _checks.switch("remainder", self.remainder))
         self.policy_for(attending=True)
-        checks.choice("positions", self.positions, POSITIONS)
+        _checks.choice("positions", self.positions, POSITIONS)
         if self.rolls:
             check_rolling(True, self.remainder, self.packing)
         object.__setattr__(self, "frames", frames_or_none(self.frames))
@@ -436,7 +436,7 @@ def _check_names(options: CacheOptions, policy: str | Policy | None) -> None:
         )
     raise ValueError(
         f"There is no option {', '.join(unknown)}."
-        f"{checks.suggestion(unknown[0], ['max_size', *NAMES])}"
+        f"{_checks.suggestion(unknown[0], ['max_size', *NAMES])}"
     )
 
 
@@ -452,14 +452,14 @@ def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
         return "uniform"
     if isinstance(budgets, str | Path):
         return Profile.load(budgets)
-    if checks.is_list(budgets) and len(budgets):
+    if _checks.is_list(budgets) and len(budgets):
         return tuple(budgets)
     if callable(budgets):
         return budgets  # type: ignore[no-any-return]
     raise ValueError(
         'budgets must be "uniform", a Profile, the path of one, a list with the slots of each of '
         f"the model's caches, or a function of a cache's index and KV heads; got "
-        f"{checks.shown(budgets)}."
+        f"{_checks.shown(budgets)}."
     )
 
 
@@ -469,19 +469,19 @@ def checked_filling(stages: Any) -> tuple[Stage, ...]:
     Raises:
         ValueError: They are invalid.
     """
-    if not checks.is_list(stages) or len(stages) > MOST_STAGES:
+    if not _checks.is_list(stages) or len(stages) > MOST_STAGES:
         raise ValueError(
-            f"filling must be a list of (tokens, budgets); got {checks.shown(stages)}."
+            f"filling must be a list of (tokens, budgets); got {_checks.shown(stages)}."
         )
     out: list[Stage] = []
     for stage in stages:
-        if not checks.is_list(stage) or len(stage) != 2:
+        if not _checks.is_list(stage) or len(stage) != 2:
             raise ValueError(
-                f"filling must be a list of (tokens, budgets); got {checks.shown(stage)}."
+                f"filling must be a list of (tokens, budgets); got {_checks.shown(stage)}."
             )
         least = out[-1].beyond + 1 if out else 1
-        beyond = checks.whole("filling", stage[0], least)
-        out.append(Stage(beyond, checks.wholes("filling", stage[1])))
+        beyond = _checks.whole("filling", stage[0], least)
+        out.append(Stage(beyond, _checks.wholes("filling", stage[1])))
     return tuple(out)
 
 
@@ -531,7 +531,7 @@ def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
         return tuple(frames)
     raise ValueError(
         'frames must be a list with a Frame or None for each cache of the model, or "none"; '
-        f"got {checks.shown(frames)}."
+        f"got {_checks.shown(frames)}."
     )
 
 
@@ -541,7 +541,7 @@ def checked_undo(undo: Any) -> int:
     Raises:
         ValueError: It is not a whole number from 0 to `MOST_STEPS`.
     """
-    return checks.whole("undo", undo, 0, MOST_STEPS)
+    return _checks.whole("undo", undo, 0, MOST_STEPS)
 
 
 def one_size(**sizes: Any) -> None:
@@ -571,7 +571,7 @@ def packing_of(
     Raises:
         ValueError: A number is not among those supported.
     """
-    checks.choice("bits", bits, (*BITS, UNPACKED, None))
+    _checks.choice("bits", bits, (*BITS, UNPACKED, None))
     each = [bits if given is None else given for given in (k_bits, v_bits)]
     k, v = (None if given == UNPACKED else given for given in each)
     return Packing(k, v, group_size, recent_bits)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 
 Item = TypeVar("Item")
 
@@ -72,7 +72,7 @@ def checked_ranks(count: int) -> int:
     Raises:
         ValueError: The number is invalid, or another number of processes runs.
     """
-    count = checks.whole("ranks", count, 1)
+    count = _checks.whole("ranks", count, 1)
     if count > 1 and mx.distributed.init().size() != count:
         raise ValueError(
             f"This cache holds its part of heads that {count} processes share, and "

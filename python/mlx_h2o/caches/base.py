@@ -16,25 +16,25 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 from mlx_h2o.attention.backends.choice import pack
 from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings, packing_of
-from mlx_h2o.engine import eviction, layer_factory, saved_state
-from mlx_h2o.engine.layer import Layer
-from mlx_h2o.engine.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
-from mlx_h2o.engine.policy_view import slots_of
-from mlx_h2o.engine.return_state import ReturnState
+from mlx_h2o.layer import eviction, layer_factory, saved_state
+from mlx_h2o.layer.layer import Layer
+from mlx_h2o.layer.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
+from mlx_h2o.layer.policy_view import slots_of
+from mlx_h2o.layer.return_state import ReturnState
 from mlx_h2o.policies import Policy, Slots
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import Packing
+from mlx_h2o.slots.pins import Span, checked_spans, joined, without
+from mlx_h2o.slots.remainder import SATURATION, Remainder
+from mlx_h2o.slots.slot_store import Run, SlotStore
+from mlx_h2o.slots.softmax import Mask
 from mlx_h2o.spill.layer_rows import LayerRows, spilling
 from mlx_h2o.spill.setting import Spill, spill_setting
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import Packing
-from mlx_h2o.storage.pins import Span, checked_spans, joined, without
-from mlx_h2o.storage.remainder import SATURATION, Remainder
-from mlx_h2o.storage.slot_store import Run, SlotStore
-from mlx_h2o.storage.softmax import Mask
 
 NOT_ASKED = (
     "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
@@ -68,14 +68,14 @@ class BoundedKVCache:
         v_bits: Bits of values, instead of `bits`.
         group_size: Elements that share a scale and a bias.
         recent_bits: Bits of the newest tokens, as many as every head of the layer protects; 16 is
-            the model's own dtype. `storage/recent_window.py` describes how a token leaves the
+            the model's own dtype. `slots/recent_window.py` describes how a token leaves the
             window.
-        undo: How many of the last tokens can be taken back after evictions (`storage/journal.py`):
+        undo: How many of the last tokens can be taken back after evictions (`slots/journal.py`):
             speculative decoding needs as many as it drafts at once. Chunks of at most `undo` + 1
             tokens are then processed token by token. It costs memory.
-        saturation: t of the remainder's second-order term (`storage/remainder.py`), for all KV
+        saturation: t of the remainder's second-order term (`slots/remainder.py`), for all KV
             heads or for each; 0 is first order.
-        frame: The key scaling (`Frame`, `storage/key_scaling.py`) of packed keys, or None.
+        frame: The key scaling (`Frame`, `slots/key_scaling.py`) of packed keys, or None.
         spill: A folder for a file of all rows (`spill/`), "auto", a `Spill`, or None.
 
     Raises:
@@ -395,7 +395,7 @@ class BoundedKVCache:
         self.require_at_rest()
         counts = self._unopened.checked_budgets("max_size", max_size)
         heads = self._layer.runs[-1].last if self._layer else 1
-        budgets = counts if checks.is_list(max_size) else counts * heads
+        budgets = counts if _checks.is_list(max_size) else counts * heads
         if self._layer and len(budgets) != heads:
             raise ValueError(
                 f"Give one budget for each of {heads} KV heads; got {len(budgets)}: "
@@ -403,7 +403,7 @@ class BoundedKVCache:
             )
         if self.packing.recent is not None:
             eviction.recent_size(self._unopened, budgets)
-        alike = self._layer is None and not checks.is_list(max_size)
+        alike = self._layer is None and not _checks.is_list(max_size)
         return self.settings.resized(budgets, alike)
 
     def make_mask(
@@ -589,7 +589,7 @@ class BoundedKVCache:
 
         Args:
             carry: 1: all of it, as without this call. Less: scores cover the last `carry` times as
-                many steps as before. 0 or "reset": none. Details are in `engine/pins_and_turns.py`.
+                many steps as before. 0 or "reset": none. Details are in `layer/pins_and_turns.py`.
 
         Raises:
             ValueError: It is not a number from 0 to 1, nor "reset".

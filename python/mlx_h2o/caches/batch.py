@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.caches.base import NO_KV_BITS, NOT_ASKED, BoundedKVCache
-from mlx_h2o.engine.step import decode_together
-from mlx_h2o.storage.softmax import Mask
+from mlx_h2o.layer.step import decode_together
+from mlx_h2o.slots.softmax import Mask
 
 
 class BatchH2OKVCache:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.budgets.allocation import TooManyPins, room_for_pins
 from mlx_h2o.budgets.settings import CacheSettings, Stage
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
-from mlx_h2o.integration.refusals import NothingToBound
-from mlx_h2o.storage.pins import Span, joined
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.refusals import NothingToBound
+from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
+from mlx_h2o.slots.pins import Span, joined
 
 
 def bounded_entries(cache: Sequence[Any]) -> list[BoundedKVCache]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_h2o._utils.byte_size import size_text
-from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o._byte_size import size_text
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.storage.remainder import SATURATION
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.slots.remainder import SATURATION
 
 #: The slots in a reason; layers that are otherwise alike may differ in them.
 SLOTS = re.compile(r"^(\d+)(?: to (\d+))? (?=slots a KV head)")

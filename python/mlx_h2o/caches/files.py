@@ -13,13 +13,13 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_h2o._utils.cache_lists import entries, listed
-from mlx_h2o._utils.checks import MOST_TOKENS
-from mlx_h2o._utils.files import check_header, replacing
+from mlx_h2o._checks import MOST_TOKENS
+from mlx_h2o._files import check_header, replacing
 from mlx_h2o.caches import kinds
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.engine import saved_state
-from mlx_h2o.integration import routing
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.cache_lists import entries, listed
+from mlx_h2o.layer import saved_state
 
 FILE_FORMAT = "mlx-h2o prompt cache"
 FILE_VERSION = "1"

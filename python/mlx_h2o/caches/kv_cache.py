@@ -12,12 +12,12 @@ from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.batch import BatchH2OKVCache
-from mlx_h2o.engine import eviction
-from mlx_h2o.engine.layer import Layer
-from mlx_h2o.engine.step import update_and_attend
-from mlx_h2o.engine.value_fit import fit_values
-from mlx_h2o.storage.pins import true_positions
-from mlx_h2o.storage.softmax import Mask
+from mlx_h2o.layer import eviction
+from mlx_h2o.layer.layer import Layer
+from mlx_h2o.layer.step import update_and_attend
+from mlx_h2o.layer.value_fit import fit_values
+from mlx_h2o.slots.pins import true_positions
+from mlx_h2o.slots.softmax import Mask
 
 
 class H2OKVCache(BoundedKVCache):
@@ -27,7 +27,7 @@ class H2OKVCache(BoundedKVCache):
     the remainder. Queries of a prompt chunk attend to the chunk and the kept slots together; then
     the rows are reduced to the budget with one gather. It takes the place of mlx-lm's `KVCache`
     (`update_and_fetch`, `make_mask`, `state`, ...); attention reaches `attend` through
-    `mlx_h2o.integration.routing`. The arguments are those of `BoundedKVCache`.
+    `mlx_h2o.hosts.routing`. The arguments are those of `BoundedKVCache`.
 
     Models with another attention have their own classes, which `make_prompt_cache` chooses:
     `PlainRowsKVCache` (they compute attention themselves), `LatentKVCache` (they attend to keys
@@ -139,7 +139,7 @@ class H2OKVCache(BoundedKVCache):
         mx.eval(self.arrays())
 
     def fit_values(self, keys: mx.array, values: mx.array, asked: AttentionCall) -> None:
-        """Fit the values kept of a prompt, after `hold` (`engine/value_fit.py`).
+        """Fit the values kept of a prompt, after `hold` (`layer/value_fit.py`).
 
         Args:
             keys: All of the prompt's keys, as given to `hold`.

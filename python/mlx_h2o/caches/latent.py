@@ -9,10 +9,10 @@ from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.engine.step import attend_to_derived
-from mlx_h2o.storage.pins import true_positions
-from mlx_h2o.storage.slot_store import Fields
-from mlx_h2o.storage.softmax import Mask
+from mlx_h2o.layer.step import attend_to_derived
+from mlx_h2o.slots.pins import true_positions
+from mlx_h2o.slots.slot_store import Fields
+from mlx_h2o.slots.softmax import Mask
 
 
 class LatentKVCache(BoundedKVCache):

@@ -9,9 +9,9 @@ import mlx.core as mx
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.engine import eviction
-from mlx_h2o.engine.layer import Layer
-from mlx_h2o.storage.slot_store import Fields
+from mlx_h2o.layer import eviction
+from mlx_h2o.layer.layer import Layer
+from mlx_h2o.slots.slot_store import Fields
 
 
 class PlainRowsKVCache(BoundedKVCache):

@@ -11,11 +11,11 @@ from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.engine.scoring import Seen
-from mlx_h2o.engine.step import attend_to_shared, evict_after_sharers, grow
-from mlx_h2o.integration import routing
-from mlx_h2o.storage.slot_store import Fields
-from mlx_h2o.storage.softmax import Mask
+from mlx_h2o.hosts import routing
+from mlx_h2o.layer.scoring import Seen
+from mlx_h2o.layer.step import attend_to_shared, evict_after_sharers, grow
+from mlx_h2o.slots.slot_store import Fields
+from mlx_h2o.slots.softmax import Mask
 
 
 class SharedKVCache(BoundedKVCache):

@@ -36,9 +36,9 @@ from mlx_h2o.calibration.retrieval_loss import echo_losses
 from mlx_h2o.calibration.scaling_build import frame_passes, frames_of_text
 from mlx_h2o.calibration.sensitivity import WINDOWS, sensitivities
 from mlx_h2o.calibration.trials import ORDERS, Rows, tried
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.layer_probe import identity_by_kinds
-from mlx_h2o.integration.recorder import (
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.layer_probe import identity_by_kinds
+from mlx_h2o.hosts.recorder import (
     HeadWeights,
     LookingCache,
     Watcher,
@@ -50,8 +50,8 @@ from mlx_h2o.integration.recorder import (
     windows_of,
 )
 from mlx_h2o.policies import Policy, make_policy
-from mlx_h2o.storage.key_scaling import Frame, RowFormat
-from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
+from mlx_h2o.slots.key_scaling import Frame, RowFormat
+from mlx_h2o.slots.packed import DEFAULT_GROUP_SIZE
 
 # Slots tried per head, as far as the text is long. (Beyond half of it too few tokens are evicted to
 # measure a loss, and many slots take the most time.)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_h2o._utils.json_arrays import as_text, of_text
+from mlx_h2o.budgets.json_arrays import as_text, of_text
 
 
 @dataclass(frozen=True)

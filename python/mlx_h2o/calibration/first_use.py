@@ -14,21 +14,21 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_h2o._utils.files import replacing
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o._files import replacing
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile, kept_place
 from mlx_h2o.budgets.tensor_parallel import ranks_of
 from mlx_h2o.calibration.calibrate import calibrate_quickly
 from mlx_h2o.calibration.scaling_build import frame_tokens
-from mlx_h2o.integration.layer_probe import identity_by_kinds
-from mlx_h2o.integration.recorder import (
+from mlx_h2o.hosts.layer_probe import identity_by_kinds
+from mlx_h2o.hosts.recorder import (
     LEAST_TOKENS,
     profiled_kinds,
     require_weighable,
     trained_context,
 )
-from mlx_h2o.integration.refusals import NothingToBound
+from mlx_h2o.hosts.refusals import NothingToBound
 from mlx_h2o.loading.identity import ModelIdentity, architecture
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 

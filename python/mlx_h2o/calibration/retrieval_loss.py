@@ -22,8 +22,8 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.recorder import (
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.recorder import (
     HeadWeights,
     LookingCache,
     Watcher,

@@ -22,7 +22,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.profile import (
     LayerFrames,
@@ -33,18 +33,18 @@ from mlx_h2o.budgets.profile import (
 )
 from mlx_h2o.budgets.profile_store import KeptOfModel
 from mlx_h2o.calibration.scaling_fit import FrameSample, KeyUse, fitted
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.recorder import (
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.recorder import (
     LookingCache,
     Watcher,
     looked_through,
     trained_context,
     windows_of,
 )
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.loading.load import CALIBRATION_TEXT, MIXED_TEXT
-from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.slots.key_scaling import Frame
 
 #: Contexts for which key scaling is made; beyond the last its scaling is used.
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

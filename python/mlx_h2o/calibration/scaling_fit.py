@@ -26,9 +26,9 @@ import numpy as np
 
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
-from mlx_h2o.integration.recorder import full_attention
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import group_size_for
+from mlx_h2o.hosts.recorder import full_attention
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import group_size_for
 
 #: Rows of a step: half of them drawn by weight, half evenly, since few rows of a text get much
 #: attention, and another text has others.

@@ -29,8 +29,8 @@ from mlx_h2o.attention.backends.reference import attention_with_scores
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.profile import SMALLEST_BUDGET
 from mlx_h2o.calibration.trials import Rows, tried
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.recorder import (
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.recorder import (
     HeadWeights,
     LookingCache,
     Watcher,
@@ -39,7 +39,7 @@ from mlx_h2o.integration.recorder import (
     trained_context,
 )
 from mlx_h2o.policies import Policy
-from mlx_h2o.storage.remainder import SATURATION
+from mlx_h2o.slots.remainder import SATURATION
 
 #: Tokens of a window. Its logits and all activations are in memory for the pass back.
 WINDOW = 512

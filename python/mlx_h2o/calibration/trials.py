@@ -14,11 +14,11 @@ import mlx.core as mx
 
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.engine.layer import Layer
-from mlx_h2o.engine.layer_factory import open_layer
-from mlx_h2o.engine.step import update_and_attend
+from mlx_h2o.layer.layer import Layer
+from mlx_h2o.layer.layer_factory import open_layer
+from mlx_h2o.layer.step import update_and_attend
 from mlx_h2o.policies import Policy
-from mlx_h2o.storage.remainder import SATURATION
+from mlx_h2o.slots.remainder import SATURATION
 
 # Tokens whose outputs are held before they are evaluated.
 BLOCK = 64

@@ -17,9 +17,9 @@ from mlx_h2o.caches.conversation import bounded_entries, new_turn, pin, unpin
 from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.chat.kept_tokens import remembered, token_texts
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
-from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
-from mlx_h2o.model_caches.trained_length import past_training
-from mlx_h2o.storage.pins import Span
+from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
+from mlx_h2o.models.trained_length import past_training
+from mlx_h2o.slots.pins import Span
 
 #: Name of the metadata entry that lists the tokens read.
 TOKENS = "mlx-h2o dialogue"
@@ -42,7 +42,7 @@ class Dialogue:
         system: The system prompt, if any.
         rules: The rules that pin parts of each turn as it comes; roles and texts must be in the
             first turn that has them.
-        carry: How much of the past counts in each new turn (`engine/pins_and_turns.py`).
+        carry: How much of the past counts in each new turn (`layer/pins_and_turns.py`).
     """
 
     def __init__(

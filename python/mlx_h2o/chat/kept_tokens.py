@@ -22,12 +22,12 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_h2o._utils.byte_size import size_text
-from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o._byte_size import size_text
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.loading.identity import architecture
 from mlx_h2o.loading.load import PACKAGE
-from mlx_h2o.storage.slot_store import Run
+from mlx_h2o.slots.slot_store import Run
 
 # The page's template, with {{names}} to fill in.
 PAGE = PACKAGE / "data" / "inspect.html"

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from mlx_h2o.chat.kept_tokens import token_texts
-from mlx_h2o.storage.pins import Span, checked_spans, joined
+from mlx_h2o.slots.pins import Span, checked_spans, joined
 
 #: Phrases by which a text defines a term.
 DEFINITIONS = r"\bmeans\b|\bshall mean\b|\b(?:is|are) defined as\b"

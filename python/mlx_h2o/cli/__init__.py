@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mlx_h2o import __version__
-from mlx_h2o._utils import interrupts
-from mlx_h2o._utils.commit import commit
+from mlx_h2o.cli import interrupts
 from mlx_h2o.cli.parsing import Parser
+from mlx_h2o.doctor.commit import commit
 
 # A shell's exit codes for a process that a signal ended: 128 plus the signal.
 INTERRUPTED, TERMINATED = 130, 143
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
 def run(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
     """Run a subcommand as `main` does, but raise Ctrl-C and broken pipes."""
     with interrupts.ending_quietly():
-        from mlx_h2o._utils.blas import use_openblas
+        from mlx_h2o._blas import use_openblas
 
         commands = (make_parser or parser)()
     args = commands.parse_args(argv)

@@ -13,9 +13,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.files import require_writable, write_kept
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o import _checks
+from mlx_h2o._files import require_writable, write_kept
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.profile import FILE_NAME, SMALLEST_BUDGET, Profile
 from mlx_h2o.budgets.profile_store import place_for
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
@@ -29,8 +29,8 @@ from mlx_h2o.calibration.checkpoint import CalibratedLayers
 from mlx_h2o.calibration.scaling_build import frame_tokens
 from mlx_h2o.cli.options import add_model_options, load_model, read_text
 from mlx_h2o.cli.tables import show
-from mlx_h2o.integration.layer_probe import identity_by_kinds
-from mlx_h2o.integration.recorder import LEAST_TOKENS, profiled_kinds, require_weighable
+from mlx_h2o.hosts.layer_probe import identity_by_kinds
+from mlx_h2o.hosts.recorder import LEAST_TOKENS, profiled_kinds, require_weighable
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.policies import policy_names
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         require_writable("--out", args.out)
     least = {"tokens": LEAST_TOKENS, "length": LEAST_TOKENS, "show": SMALLEST_BUDGET}
     for name, fewest in least.items():
-        checks.whole(f"--{name}", getattr(args, name), fewest)
+        _checks.whole(f"--{name}", getattr(args, name), fewest)
     model, tokenizer = load_model(args)
     kinds = profiled_kinds(model)
     require_weighable(model)

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_h2o._utils.byte_size import size_text
-from mlx_h2o._utils.files import require_writable
+from mlx_h2o._byte_size import size_text
+from mlx_h2o._files import require_writable
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.cli.options import (
     add_cache_options,
@@ -24,8 +24,8 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
-from mlx_h2o.storage.pins import Span
+from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
+from mlx_h2o.slots.pins import Span
 
 DEFAULT_MAX_KV_SIZE = 512
 PROMPT = "> "

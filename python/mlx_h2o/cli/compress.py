@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.files import require_writable, write_kept
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o import _checks
+from mlx_h2o._files import require_writable, write_kept
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.allocation import TooManyPins
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.caches.files import save_prompt_cache
@@ -28,11 +28,11 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.model_caches.compress import CHUNK, DEFAULT_SIZE, compress_prompt
-from mlx_h2o.model_caches.distillation import MOST_STEPS, tokens_of_work
-from mlx_h2o.storage.packed import BITS, UNPACKED
-from mlx_h2o.storage.pins import Span
+from mlx_h2o.compression.compress import CHUNK, DEFAULT_SIZE, compress_prompt
+from mlx_h2o.compression.distillation import MOST_STEPS, tokens_of_work
+from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.slots.packed import BITS, UNPACKED
+from mlx_h2o.slots.pins import Span
 
 #: Slots of each KV head for the conversation that follows.
 ROOM = 256
@@ -87,9 +87,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Read the document twice, keep rows, write them, and report sizes."""
-    checks.whole("--room", args.room, 0)
-    checks.whole("--chunk", args.chunk, 1)
-    checks.whole("--steps", args.steps, 0, MOST_STEPS)
+    _checks.whole("--room", args.room, 0)
+    _checks.whole("--chunk", args.chunk, 1)
+    _checks.whole("--steps", args.steps, 0, MOST_STEPS)
     require_writable("--out", args.out)
     rules = pin_rules(args)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)

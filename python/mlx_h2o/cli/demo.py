@@ -10,15 +10,15 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from mlx_h2o._utils.files import require_folder, write_kept
-from mlx_h2o._utils.plotting import drawing
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o._files import require_folder, write_kept
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.cli.options import named_options, settle_model
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.facts import CLOZE, QUESTIONS, Form, recall_task
 from mlx_h2o.evaluate.methods import OURS, Method
 from mlx_h2o.evaluate.planting import ANSWER_TOKENS, Answers, demo_methods, draw, plant_and_ask
+from mlx_h2o.evaluate.plotting import drawing
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.doctor.examination import QUICK, Section, examine, machine_and_device
 

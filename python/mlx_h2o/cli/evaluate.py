@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.blas import advice
-from mlx_h2o._utils.files import require_folder, write_kept
-from mlx_h2o._utils.plotting import drawing
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o import _checks
+from mlx_h2o._blas import advice
+from mlx_h2o._files import require_folder, write_kept
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.cli.options import (
     add_model_option,
     add_profile_option,
@@ -28,6 +27,7 @@ from mlx_h2o.evaluate.facts import FORMS
 from mlx_h2o.evaluate.measures import MEASURES, Measure
 from mlx_h2o.evaluate.methods import FULL, Method, default_methods, sized
 from mlx_h2o.evaluate.page import page
+from mlx_h2o.evaluate.plotting import drawing
 from mlx_h2o.evaluate.presets import PRESETS, chosen_measures, smaller_sizes
 from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.evaluate.report import Section
@@ -160,8 +160,8 @@ def reader_of(args: argparse.Namespace) -> Reader:
     Raises:
         ValueError: A number is invalid, or the text is unreadable.
     """
-    checks.whole("--chunk", args.chunk, 2)
-    checks.whole("--seed", args.seed, 0, 2**63 - 1)
+    _checks.whole("--chunk", args.chunk, 2)
+    _checks.whole("--seed", args.seed, 0, 2**63 - 1)
     text = plain_text(args.text)
     model = settle_model(args)
     facts = args.facts or ("questions" if model == EMBEDDED_MODEL else "cloze")

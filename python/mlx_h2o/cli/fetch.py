@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mlx_h2o._utils.progress import progress_lines
+from mlx_h2o._progress import progress_lines
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.model_folder import write_folder
 

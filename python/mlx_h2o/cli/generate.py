@@ -14,10 +14,10 @@ import mlx.nn as nn
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.byte_size import size_text
-from mlx_h2o._utils.files import require_writable, write_kept
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o import _checks
+from mlx_h2o._byte_size import size_text
+from mlx_h2o._files import require_writable, write_kept
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.conversation import pin
 from mlx_h2o.caches.describe import describe
@@ -34,8 +34,8 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.integration.stock_caches import stock_caches
-from mlx_h2o.model_caches.trained_length import past_training
+from mlx_h2o.hosts.stock_caches import stock_caches
+from mlx_h2o.models.trained_length import past_training
 
 DEFAULT_MAX_KV_SIZE = 512
 
@@ -163,7 +163,7 @@ def check_options(args: argparse.Namespace) -> None:
             "standard input."
         )
     if args.seed is not None:
-        checks.whole("--seed", args.seed, 0)
+        _checks.whole("--seed", args.seed, 0)
     if args.save_prompt_cache is not None:
         require_writable("--save-prompt-cache", args.save_prompt_cache)
     resumed = args.prompt_cache_file

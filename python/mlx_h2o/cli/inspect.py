@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o._utils.byte_size import size_text
-from mlx_h2o._utils.files import require_writable, write_kept
-from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o._byte_size import size_text
+from mlx_h2o._files import require_writable, write_kept
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.chat.kept_tokens import Trace, trace
 from mlx_h2o.cli.options import (
     add_cache_options,

@@ -12,14 +12,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.byte_size import USUAL_CONTEXT, memory_size
+from mlx_h2o import _checks
+from mlx_h2o._byte_size import USUAL_CONTEXT, memory_size
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, POSITIONS, PROFILES, ModelSettings
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import DEFAULT_MODEL, EMBEDDED_MODEL, load
-from mlx_h2o.model_caches.make import bounded_caches
+from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.policies import make_policy, policy_names
-from mlx_h2o.storage.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
+from mlx_h2o.slots.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 #: The option for each setting, by the library's name. A size has several options, and
@@ -276,7 +276,7 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         args.max_kv_size = default_size
     for name in ("max_kv_size", "context"):
         if getattr(args, name) is not None:
-            checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+            _checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     if args.kv_group_size and not (args.kv_bits or args.k_bits or args.v_bits):
         raise ValueError("--kv-group-size needs --kv-bits (or --k-bits, --v-bits).")
     settings = ModelSettings.of(

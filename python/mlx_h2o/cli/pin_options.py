@@ -6,7 +6,7 @@ import argparse
 
 from mlx_h2o.chat.pin_rules import DEFINITIONS, PinRules
 from mlx_h2o.cli.options import typed
-from mlx_h2o.storage.pins import Span, checked_spans
+from mlx_h2o.slots.pins import Span, checked_spans
 
 
 def add_pin_options(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Any
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 from mlx_h2o.cli.describe import DEFAULT_MAX_KV_SIZE
 from mlx_h2o.cli.options import add_cache_options, add_model_options, cache_settings, load_model
-from mlx_h2o.model_caches.memory_plan import USUAL_CHUNK, planned_memory
+from mlx_h2o.models.memory_plan import USUAL_CHUNK, planned_memory
 
 
 def add_parser(commands: Any) -> None:
@@ -38,8 +38,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Plan, and print the plan."""
     settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
-    prompt = checks.whole("--prompt-tokens", args.prompt_tokens, 1, checks.MOST_TOKENS)
-    chunk = checks.whole("--chunk", args.chunk, 1, checks.MOST_TOKENS)
+    prompt = _checks.whole("--prompt-tokens", args.prompt_tokens, 1, _checks.MOST_TOKENS)
+    chunk = _checks.whole("--chunk", args.chunk, 1, _checks.MOST_TOKENS)
     model, _ = load_model(args)
     told = planned_memory(model, settings, prompt, min(chunk, prompt))
     print(json.dumps(told.as_json()) if args.json else told)

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.byte_size import Share, memory_size
-from mlx_h2o._utils.files import require_folder
+from mlx_h2o import _checks
+from mlx_h2o._byte_size import Share, memory_size
+from mlx_h2o._files import require_folder
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
@@ -209,16 +209,16 @@ def settings_of(args: argparse.Namespace) -> Any:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for values that would fail only while the server starts, or later."""
-    checks.whole("--queue", args.queue, 0)
-    checks.whole("--port", args.port, 0, 2**16 - 1)
+    _checks.whole("--queue", args.queue, 0)
+    _checks.whole("--port", args.port, 0, 2**16 - 1)
     if args.max_tokens != -1:
-        checks.whole("--max-tokens", args.max_tokens, 1)
-    checks.whole("--prefill-step-size", args.prefill_step_size, 1)
+        _checks.whole("--max-tokens", args.max_tokens, 1)
+    _checks.whole("--prefill-step-size", args.prefill_step_size, 1)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key belong together: give both.")
     if not 0 <= args.top_p <= 1:
         raise ValueError(f"--top-p must be from 0 to 1; got {args.top_p:g}.")
-    if not 0 <= args.temp <= checks.MOST_NUMBER:
+    if not 0 <= args.temp <= _checks.MOST_NUMBER:
         raise ValueError(f"--temp must be a number of at least 0; got {args.temp:g}.")
     if args.adapter_path is not None and not Path(args.adapter_path).is_dir():
         raise ValueError(f"--adapter-path: there is no folder {args.adapter_path}.")

@@ -26,7 +26,7 @@ from mlx_h2o.evaluate.measures import PerplexityMeasure
 from mlx_h2o.evaluate.methods import SHARES
 from mlx_h2o.evaluate.tuning import answer_of, choices, recommended, section, tuned_methods
 from mlx_h2o.policies import policy_names
-from mlx_h2o.storage.packed import BITS
+from mlx_h2o.slots.packed import BITS
 
 FILE_NAME, PAGE_NAME = "tuning.json", "tuning.html"
 #: The width that means dense rows, in the model's own dtype.

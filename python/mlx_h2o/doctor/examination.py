@@ -14,16 +14,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o._utils.commit import commit
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.self_check import Verdict, mode
 from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
 from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.doctor.commit import commit
 from mlx_h2o.doctor.variants import every_check
 from mlx_h2o.evaluate.machine import machine
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
-from mlx_h2o.model_caches.make import make_prompt_cache
-from mlx_h2o.storage import reserved_range
+from mlx_h2o.models.make import make_prompt_cache
+from mlx_h2o.slots import reserved_range
 
 #: With --quick one of so many kernel variants is checked.
 QUICK = 7

@@ -21,10 +21,10 @@ from mlx_h2o.attention.backends.self_check_variants import (
     check_mlx,
 )
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.engine.step import prove_fused
+from mlx_h2o.layer.step import prove_fused
 from mlx_h2o.policies import make_policy
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import Packing
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import Packing
 
 #: Of attention's operations, and of fused steps: so many that most pairs of options occur.
 VARIANTS = 80

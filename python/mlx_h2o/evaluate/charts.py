@@ -6,8 +6,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.evaluate.methods import OURS, PACKED, WINDOW
+from mlx_h2o.evaluate.plotting import drawing
 from mlx_h2o.evaluate.report import Chart, Curves, Maps
 
 # Stands for the page's own ink until the drawing is text.

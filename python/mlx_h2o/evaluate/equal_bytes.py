@@ -16,13 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.budgets.cost import PLAIN_ELEMENT
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.integration.layer_probe import layer_kinds
-from mlx_h2o.model_caches.make import bounded_caches
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.models.make import bounded_caches
 
 #: Names of the arrays in which our caches hold rows: in slots, and in the recent window.
 SLOTS = ("slots.keys", "slots.values")

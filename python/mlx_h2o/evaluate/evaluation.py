@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o._utils.files import replacing
+from mlx_h2o._files import replacing
 from mlx_h2o.evaluate.machine import machine
 from mlx_h2o.evaluate.measures import Measure, Results
 from mlx_h2o.evaluate.methods import FULL, Method, profile_digests

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o._utils.blas import blas
+from mlx_h2o._blas import blas
 
 
 def machine() -> dict[str, Any]:

@@ -19,12 +19,12 @@ from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES, ModelSettings, budgets_of_model
 from mlx_h2o.calibration.first_use import profile_at_load
+from mlx_h2o.compression.compress import compress_into
 from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits
 from mlx_h2o.evaluate.reader import Reader, Tell, read
-from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
-from mlx_h2o.integration.stock_caches import stock_caches
-from mlx_h2o.model_caches.compress import compress_into
-from mlx_h2o.model_caches.make import bounded_caches
+from mlx_h2o.hosts.layer_probe import identity_by_kinds, layer_kinds
+from mlx_h2o.hosts.stock_caches import stock_caches
+from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.field_text import field_of_text
 

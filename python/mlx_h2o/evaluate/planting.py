@@ -10,10 +10,10 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.facts import RecallTask
 from mlx_h2o.evaluate.methods import FULL, PACKED, WINDOW, Method, parse_method
+from mlx_h2o.evaluate.plotting import drawing
 
 #: The most tokens of an answer.
 ANSWER_TOKENS = 8

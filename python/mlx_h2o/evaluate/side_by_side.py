@@ -16,8 +16,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.caches.kv_cache import H2OKVCache
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.own_attention import asked
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.own_attention import asked
 
 # Caches that hold nothing but rows of attention, and take the masks of their own `make_mask`.
 SERVED = (

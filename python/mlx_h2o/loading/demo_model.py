@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from mlx_h2o._utils.files import cache_folder as cache_folder
+from mlx_h2o._files import cache_folder as cache_folder
 
 #: `--model` and `load` know it by this name.
 NAME = "smollm2-135m"

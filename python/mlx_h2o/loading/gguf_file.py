@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 
 #: Values that a header may have. The package makes objects of each, some 300 bytes; a vocabulary of
 #: 262,144 tokens, with scores and types, has a quarter of it.
@@ -38,11 +38,11 @@ class Metadata(dict[str, Any]):
 
     def whole(self, key: str, least: int, most: int, default: int | None = None) -> int:
         """A whole number from `least` to `most`; see the class."""
-        return checks.whole(f"The GGUF file's {key}", self._value(key, default), least, most)
+        return _checks.whole(f"The GGUF file's {key}", self._value(key, default), least, most)
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
-        number = checks.finite(f"The GGUF file's {key}", self._value(key, default))
+        number = _checks.finite(f"The GGUF file's {key}", self._value(key, default))
         if number <= 0:
             raise ValueError(f"The GGUF file's {key} must be above 0; got {number}.")
         return number
@@ -51,7 +51,7 @@ class Metadata(dict[str, Any]):
         """A text."""
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise ValueError(f"The GGUF file's {key} must be a text; got {checks.shown(value)}.")
+            raise ValueError(f"The GGUF file's {key} must be a text; got {_checks.shown(value)}.")
         return value
 
     def items(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:  # type: ignore[override]

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 
 LARGEST_PROBE = 1e30
 # Two models count as the same when their probes point the same way: quantizing a model turns its
@@ -43,8 +43,8 @@ class ModelIdentity:
         if not isinstance(self.model_type, str):
             raise ValueError(f"A profile is damaged: model_type is {self.model_type!r}.")
         for name in ("kv_heads", "key_widths"):
-            checks.wholes(name, getattr(self, name), 1)
-        checks.whole("vocab_size", self.vocab_size, 0)
+            _checks.wholes(name, getattr(self, name), 1)
+        _checks.whole("vocab_size", self.vocab_size, 0)
         if not all(type(x) in (int, float) and abs(x) <= LARGEST_PROBE for x in self.probe):
             raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
 
@@ -89,8 +89,8 @@ def architecture(model: nn.Module) -> str:
     """
     if isinstance(model, str | Path):
         raise ValueError(
-            f"A loaded model is needed; got its name {checks.shown(str(model))}: load it first, as "
-            f"in `model, tokenizer = mlx_h2o.load({checks.shown(str(model))})`."
+            f"A loaded model is needed; got its name {_checks.shown(str(model))}: load it first, "
+            f"as in `model, tokenizer = mlx_h2o.load({_checks.shown(str(model))})`."
         )
     return type(model).__module__.rsplit(".", 1)[-1]
 

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o._blas import use_openblas
 from mlx_h2o.loading import demo_model, gguf
 
 PACKAGE = Path(__file__).parents[1]
 #: The folder of the models named `--model builtin:NAME`.
-MODELS = PACKAGE / "models"
+MODELS = PACKAGE / "data"
 PREFIX = "builtin:"
 #: The small model that ships with the package: 4 million parameters, for tests and without network.
 EMBEDDED_MODEL = "builtin:recall-4m"

@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 from mlx_h2o.policies.field_text import field_of_text
 from mlx_h2o.policies.kernel_policy import KernelPolicy
-from mlx_h2o.storage.packed import Packing, value_lengths
-from mlx_h2o.storage.softmax import attention_mass
+from mlx_h2o.slots.packed import Packing, value_lengths
+from mlx_h2o.slots.softmax import attention_mass
 
 # The least values of settings that are counts.
 LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1}
-MOST = {"evict_every": checks.MOST_VICTIMS, "pool": checks.WIDEST_POOL}
+MOST = {"evict_every": _checks.MOST_VICTIMS, "pool": _checks.WIDEST_POOL}
 
 
 @dataclass
@@ -78,10 +78,10 @@ class Slots:
         evictable: True where the slot's token may be evicted, `[B, H, N]` bool.
         evicted: How many tokens each head has evicted.
         evicted_mean_key: Mean key of the evicted tokens, `[B, H, D]` float32 (zeros before any).
-        value_lengths: Logarithms of the values' squared lengths `[B, H, N]` (`storage/packed.py`),
+        value_lengths: Logarithms of the values' squared lengths `[B, H, N]` (`slots/packed.py`),
             for policies that use them.
         aged_from: The position from which ages count: older tokens are as old as it
-            (`engine/pins_and_turns.py`).
+            (`layer/pins_and_turns.py`).
     """
 
     keys: mx.array
@@ -154,8 +154,8 @@ class Policy:
                 "recent must be a count such as 64, or a share of the budget from 0.0 to below "
                 f"1.0; got {self.recent}."
             )
-        checks.choice("unit", self.unit, ("head", "layer"))
-        checks.choice("prompt", self.prompt, ("window", "full"))
+        _checks.choice("unit", self.unit, ("head", "layer"))
+        _checks.choice("prompt", self.prompt, ("window", "full"))
         if (self.age_normalised or self.value_weighted) and not self.ranks_scores:
             raise ValueError(
                 f"Policy {self.name!r} does not rank by scores that age_normalised or "
@@ -170,14 +170,14 @@ class Policy:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(one.default, bool):
-                value = checks.switch(one.name, value)
+                value = _checks.switch(one.name, value)
             elif isinstance(one.default, float) or one.name == "recent":
                 # Whole numbers stay counts: `recent` is a share only as a float.
                 counts = one.name == "recent" and hasattr(value, "__index__")
-                value = (checks.whole if counts else checks.finite)(one.name, value)
+                value = (_checks.whole if counts else _checks.finite)(one.name, value)
             elif isinstance(one.default, int):
-                most = MOST.get(one.name, checks.MOST_TOKENS)
-                value = checks.whole(one.name, value, LEAST.get(one.name), most)
+                most = MOST.get(one.name, _checks.MOST_TOKENS)
+                value = _checks.whole(one.name, value, LEAST.get(one.name), most)
             object.__setattr__(self, one.name, value)
 
     @property
@@ -226,14 +226,14 @@ class Policy:
         def suffices(slots: int) -> bool:
             return slots - self.recent_slots(slots) >= needed
 
-        if not suffices(checks.MOST_TOKENS):
+        if not suffices(_checks.MOST_TOKENS):
             raise ValueError(
                 f"sink={self.sink}, recent={self.recent} and evict_every={self.evict_every}"
                 f"{f' beside {pinned} pinned tokens' if pinned else ''} need a head of more than "
-                f"{checks.MOST_TOKENS} slots: lower one of them."
+                f"{_checks.MOST_TOKENS} slots: lower one of them."
             )
         # The evictable part grows with the budget; rounding a share decides where it suffices.
-        slots = range(checks.MOST_TOKENS + 1)
+        slots = range(_checks.MOST_TOKENS + 1)
         return bisect.bisect_left(slots, True, lo=min(needed, len(slots) - 1), key=suffices)
 
     def kernel_policy(self) -> KernelPolicy | None:
@@ -263,7 +263,7 @@ class Policy:
     def carried(
         self, scores: mx.array, ages: mx.array, ages_after: mx.array, carry: float
     ) -> mx.array:
-        """Scores `[B, H, N]` when a turn begins (`engine/pins_and_turns.py`).
+        """Scores `[B, H, N]` when a turn begins (`layer/pins_and_turns.py`).
 
         Args:
             scores: The scores before.
@@ -425,20 +425,20 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
         name, preset = _PRESETS.get(policy, (policy, {}))
         if name not in _POLICIES:
             raise ValueError(
-                f"Unknown policy {checks.shown(policy)}; choose from {', '.join(policy_names())}."
-                f"{checks.suggestion(policy, policy_names())}"
+                f"Unknown policy {_checks.shown(policy)}; choose from {', '.join(policy_names())}."
+                f"{_checks.suggestion(policy, policy_names())}"
             )
         cls = _POLICIES[name]
     elif isinstance(policy, Policy):
         cls = type(policy)
     else:
-        raise ValueError(f"policy must be a name or a Policy; got {checks.shown(policy)}.")
+        raise ValueError(f"policy must be a name or a Policy; got {_checks.shown(policy)}.")
     known = [f.name for f in fields(cls)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ValueError(
             f"Policy {cls.name!r} has no field {', '.join(unknown)}; it has {', '.join(known)}."
-            f"{checks.suggestion(unknown[0], known)}"
+            f"{_checks.suggestion(unknown[0], known)}"
         )
     if isinstance(policy, str):
         return cls(**{**preset, **settings})

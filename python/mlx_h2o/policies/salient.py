@@ -24,7 +24,7 @@ class Salient(Policy):
     models; the other terms keep facts that no query has needed yet. Distances are `Distinct`'s: at
     least 1e-6 of the mean key's squared length, and from the mean of the kept keys while fewer than
     16 were evicted. Packed values are ranked by the ranges of their groups instead of their lengths
-    (`storage/packed.py`). Source: this project (docs/results/experiments.md).
+    (`slots/packed.py`). Source: this project (docs/results/experiments.md).
 
     Masses are per step and values weighted already, so age_normalised and value_weighted are
     refused. Prompts are ranked by the same sum, with the mass of the last `window` queries.

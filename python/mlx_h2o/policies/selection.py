@@ -30,7 +30,7 @@ def evictable_slots(positions: mx.array, offset: int, sink: int, recent: int) ->
 
     Args:
         positions: `[B, H, N]` as slots store them: below 0 where a token is pinned
-            (`storage/pins.py`).
+            (`slots/pins.py`).
         offset: The next logical position.
         sink: The number of first positions to protect.
         recent: The number of last positions to protect.

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList
 
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.batch import BatchH2OKVCache
+from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.serve.sequence import Sequence
 
 

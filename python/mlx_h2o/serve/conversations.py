@@ -16,10 +16,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.conversation import bounded_entries
-from mlx_h2o.model_caches.resize import resize
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.models.resize import resize
 from mlx_h2o.serve.keys import Place, common_tokens, key_of, token_count, tokens_of
 from mlx_h2o.serve.sessions import Sessions, Turn
 

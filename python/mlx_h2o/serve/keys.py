@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_h2o.storage.pins import Span, among_first
+from mlx_h2o.slots.pins import Span, among_first
 
 #: The array type code of a token in a key.
 _TOKEN = "q"

@@ -17,7 +17,7 @@ from functools import partial
 import mlx_lm
 from mlx_lm.server import get_system_fingerprint
 
-from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o._byte_size import size_text
 from mlx_h2o.serve import ranks
 from mlx_h2o.serve.access import AccessRules, is_loopback
 from mlx_h2o.serve.app import Names, Service

@@ -23,11 +23,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.budgets.cost import bytes_by_stage
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.integration import routing
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.stock_caches import stock_caches
 
 #: Prompt tokens that go through a model at once, unless the server says otherwise: few enough that
 #: others, who get a token between two chunks, hardly wait.

@@ -14,16 +14,16 @@ import mlx.nn as nn
 from mlx_lm.utils import load as load_by_mlx_lm
 from mlx_lm.utils import sharded_load
 
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.calibration.first_use import profile_at_load
-from mlx_h2o.integration.recorder import trained_context
-from mlx_h2o.integration.refusals import NothingToBound
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.recorder import trained_context
+from mlx_h2o.hosts.refusals import NothingToBound
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.fingerprint import fingerprint
 from mlx_h2o.loading.load import load
-from mlx_h2o.model_caches.make import bounded_caches
+from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.protocol import label_of
 from mlx_h2o.serve.ranks import any_failed, is_own, processes, shared

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_h2o.chat.pin_rules import PromptText, of_roles, of_texts
-from mlx_h2o.storage.pins import Span, among_first, checked_spans, joined
+from mlx_h2o.slots.pins import Span, among_first, checked_spans, joined
 
 #: The field among a request's settings.
 FIELD = "mlx_h2o.pins"

@@ -21,11 +21,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.conversation import pin
-from mlx_h2o.integration import routing
-from mlx_h2o.model_caches.trained_length import past_training
+from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.models.trained_length import past_training
 from mlx_h2o.serve import ranks
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.batch import Batch
@@ -43,7 +43,7 @@ from mlx_h2o.serve.request import Begun, Ended, Progress, Request
 from mlx_h2o.serve.sampling import Sampler, SamplingDefaults, check_for_model
 from mlx_h2o.serve.sequence import Sequence, evicted
 from mlx_h2o.serve.sessions import Limits, Sessions, Turn
-from mlx_h2o.storage.pins import Span, without
+from mlx_h2o.slots.pins import Span, without
 
 #: Answers that are computed in one call of the model.
 MAX_BATCH = 32

@@ -10,8 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.keys import Mark, Place, key_of
 from mlx_h2o.serve.model import CachePlan

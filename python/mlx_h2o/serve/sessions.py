@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.serve.keys import Mark, Place, key_of, token_count, tokens_of
-from mlx_h2o.storage.pins import checked_spans
+from mlx_h2o.slots.pins import checked_spans
 
 SUFFIX = ".safetensors"
 #: Locked by every process that uses the folder, and exclusively to remove something from it.

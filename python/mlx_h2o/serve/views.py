@@ -22,12 +22,12 @@ from mlx_h2o.chat.kept_tokens import (
     remembered,
     token_texts,
 )
-from mlx_h2o.engine.pins_and_turns import PinAnswer
+from mlx_h2o.layer.pins_and_turns import PinAnswer
 from mlx_h2o.serve.conversations import Conversation, shrink
 from mlx_h2o.serve.keys import tokens_of
 from mlx_h2o.serve.ranks import processes, require_alone
 from mlx_h2o.serve.scheduler import Scheduler
-from mlx_h2o.storage.pins import Span, checked_spans, joined
+from mlx_h2o.slots.pins import Span, checked_spans, joined
 
 #: Tokens whose texts are decoded between two steps: few enough that no step waits long.
 TEXTS_AT_A_TIME = 512

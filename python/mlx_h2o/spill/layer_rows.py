@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import Pack, Packing
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import Array, LayerForm
 from mlx_h2o.spill.parts import bits_of
 from mlx_h2o.spill.row_file import WAITING
 from mlx_h2o.spill.setting import TOGETHER, Spill
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import Pack, Packing
 
 Fields = dict[str, mx.array]
 #: What a step brings: keys and values before key scaling; after it; after it, and of tokens that

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_h2o._utils import checks
-from mlx_h2o._utils.checks import shown
-from mlx_h2o._utils.files import cache_folder
+from mlx_h2o import _checks
+from mlx_h2o._checks import shown
+from mlx_h2o._files import cache_folder
 
 AUTO = "auto"
 #: Rows that are packed together. The fewer, the fewer are held in 16 bits: SmolLM2's packing takes
@@ -36,7 +36,7 @@ class Widths(Protocol):
 
 @dataclass(frozen=True)
 class Returns:
-    """How evicted rows come back from the file (`engine/returning.py`).
+    """How evicted rows come back from the file (`layer/returning.py`).
 
     Attributes:
         every: Tokens from one return to the next while decoding.
@@ -59,9 +59,11 @@ class Returns:
 
     def __post_init__(self) -> None:
         for name in ("every", "window", "pages", "rows"):
-            object.__setattr__(self, name, checks.whole(name, getattr(self, name), 1, MOST_RETURNS))
-        object.__setattr__(self, "ahead", checks.whole("ahead", self.ahead, 0, MOST_RETURNS))
-        room = checks.finite("room", self.room)
+            object.__setattr__(
+                self, name, _checks.whole(name, getattr(self, name), 1, MOST_RETURNS)
+            )
+        object.__setattr__(self, "ahead", _checks.whole("ahead", self.ahead, 0, MOST_RETURNS))
+        room = _checks.finite("room", self.room)
         if not 0 < room <= 1:
             raise ValueError(f"room must be above 0 and at most 1; got {room}.")
 

@@ -53,7 +53,7 @@ final class TimedCache: H2OAttendingKVCache {
 
 let folder = URL(
     fileURLWithPath: CommandLine.arguments.dropFirst().first
-        ?? "python/mlx_h2o/models/recall-4m")
+        ?? "python/mlx_h2o/data/recall-4m")
 let model = try H2OModels.load(folder: folder, dtype: .float32)
 let steps = 300
 for (name, policy, packing) in [

@@ -1,4 +1,4 @@
-// Keys and queries into a frame (python/mlx_h2o/storage/key_scaling.py), rounded to their dtype as
+// Keys and queries into a frame (python/mlx_h2o/slots/key_scaling.py), rounded to their dtype as
 // they came.
 #pragma once
 

@@ -104,8 +104,8 @@ constexpr int64_t scratch_floats(int D, int Dv) {
 // Terms of Priority::distance and salience, at most: distance, mass, value, age.
 constexpr int kTerms = 4;
 
-// Positions of slots, in 16 or 32 bits (python/mlx_h2o/storage/slot_store.py); below 0 where a
-// token is pinned (python/mlx_h2o/storage/pins.py).
+// Positions of slots, in 16 or 32 bits (python/mlx_h2o/slots/slot_store.py); below 0 where a
+// token is pinned (python/mlx_h2o/slots/pins.py).
 struct Positions {
   void* data;
   bool narrow;

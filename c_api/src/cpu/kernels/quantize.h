@@ -1,4 +1,4 @@
-// One row packed by its groups' ranges: pack_by_range of python/mlx_h2o/storage/packed.py, bit for
+// One row packed by its groups' ranges: pack_by_range of python/mlx_h2o/slots/packed.py, bit for
 // bit.
 #pragma once
 

@@ -10,7 +10,7 @@
 namespace mlx_h2o::MLX_H2O_ISA {
 
 constexpr float kMassFloor = 1e-6f;     // policies/terms.py: MASS_FLOOR
-constexpr float kLeastSquare = 1e-12f;  // storage/packed.py: LEAST_SQUARE
+constexpr float kLeastSquare = 1e-12f;  // slots/packed.py: LEAST_SQUARE
 
 // What a weight e^(s - top) is multiplied by to become e^(s - lse). Equal infinities cancel: beside
 // an infinite logit all others weigh nothing.

@@ -12,8 +12,8 @@ from mlx_h2o.attention.backends.launcher import SIMDGROUP, Launcher, Outputs
 from mlx_h2o.attention.backends.row_buffers import buffers, packing, row_bytes
 from mlx_h2o.attention.backends.tiling import MOST_QUERIES, WIDTHS, slots_per_block, tiling
 from mlx_h2o.attention.backends.work import Ranges, Work, params, work_of
-from mlx_h2o.storage.packed import PackedRows, Rows
-from mlx_h2o.storage.remainder import SATURATION, Remainder
+from mlx_h2o.slots.packed import PackedRows, Rows
+from mlx_h2o.slots.remainder import SATURATION, Remainder
 
 # Kinds of masks and exports, as in attention_vector.metal.
 NO_MASK, CAUSAL, ARRAY_MASK = range(3)

@@ -18,8 +18,8 @@ from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, Planne
 from mlx_h2o.attention.backends.self_check_variants import Proof
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.storage import reserved_range
-from mlx_h2o.storage.packed import PackedRows
+from mlx_h2o.slots import reserved_range
+from mlx_h2o.slots.packed import PackedRows
 
 if TYPE_CHECKING:
     from mlx_h2o.attention.backends.gpu import Gpu

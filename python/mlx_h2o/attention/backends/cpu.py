@@ -12,8 +12,8 @@ from typing import Unpack
 import mlx.core as mx
 
 from mlx_h2o.attention.backends.operands import Operands, Options
-from mlx_h2o.storage.packed import PackedRows, Rows
-from mlx_h2o.storage.softmax import attention_mass
+from mlx_h2o.slots.packed import PackedRows, Rows
+from mlx_h2o.slots.softmax import attention_mass
 
 try:
     from mlx_h2o import _ext

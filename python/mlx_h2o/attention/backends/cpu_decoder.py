@@ -10,7 +10,7 @@ from mlx_h2o import _ext
 from mlx_h2o.attention.backends.cpu import stored
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.storage.remainder import STATISTICS, Remainder
+from mlx_h2o.slots.remainder import STATISTICS, Remainder
 
 
 class CPUDecoder(Decoder):

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_h2o.attention.backends.gpu import Gpu
 from mlx_h2o.attention.backends.launcher import Launcher
-from mlx_h2o.storage.softmax import attention_mass
+from mlx_h2o.slots.softmax import attention_mass
 
 __all__ = [
     "attend",

@@ -14,9 +14,9 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from mlx_h2o.storage.journal import StepBefore
-from mlx_h2o.storage.recent_window import RecentStep
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.journal import StepBefore
+from mlx_h2o.slots.recent_window import RecentStep
+from mlx_h2o.slots.remainder import Remainder
 
 
 class HeadPlan(NamedTuple):

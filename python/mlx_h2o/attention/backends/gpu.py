@@ -33,8 +33,8 @@ from mlx_h2o.attention.backends.self_check_variants import (
 from mlx_h2o.attention.backends.tiling import MOST_QUERIES
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.storage.packed import PackedRows, Rows
-from mlx_h2o.storage.softmax import join
+from mlx_h2o.slots.packed import PackedRows, Rows
+from mlx_h2o.slots.softmax import join
 
 
 @cache

@@ -32,8 +32,8 @@ from mlx_h2o.attention.backends.tiling import WIDTHS
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN
-from mlx_h2o.storage.packed import dense
-from mlx_h2o.storage.remainder import STATISTICS
+from mlx_h2o.slots.packed import dense
+from mlx_h2o.slots.remainder import STATISTICS
 
 # MLX passes shorter arrays as constants, which cannot be written to.
 _FEWEST_SLOTS = 8

@@ -8,8 +8,8 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from mlx_h2o.attention.backends.operands import Operands, Options
-from mlx_h2o.storage.packed import AnyRows, JoinedRows
-from mlx_h2o.storage.softmax import attention_mass, columns_of, softmax_weights
+from mlx_h2o.slots.packed import AnyRows, JoinedRows
+from mlx_h2o.slots.softmax import attention_mass, columns_of, softmax_weights
 
 # Queries joined at a time, so that each part's float32 output stays small.
 BLOCK = 32

@@ -8,8 +8,8 @@ from typing import Generic, Required, TypedDict, TypeVar
 
 import mlx.core as mx
 
-from mlx_h2o.storage.packed import AnyRows, PackedRows, first_rows
-from mlx_h2o.storage.softmax import Mask, block_of
+from mlx_h2o.slots.packed import AnyRows, PackedRows, first_rows
+from mlx_h2o.slots.softmax import Mask, block_of
 
 #: One more softmax column, without a slot: logits `[B, Hq, L]` and values `[B, Hk, Dv]`, float32.
 Seed = tuple[mx.array, mx.array]

@@ -11,7 +11,7 @@ from mlx_h2o.attention.backends.launcher import Launcher, Outputs
 from mlx_h2o.attention.backends.row_buffers import buffers, packing
 from mlx_h2o.attention.backends.tiling import WIDTHS
 from mlx_h2o.attention.backends.work import Ranges, params, work_of
-from mlx_h2o.storage.packed import Rows
+from mlx_h2o.slots.packed import Rows
 
 # Rows and keys of a threadgroup, and its threads, as in logit_tile.h.
 _TILE = 64

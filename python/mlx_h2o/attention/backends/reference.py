@@ -8,8 +8,8 @@ from typing import Unpack
 import mlx.core as mx
 
 from mlx_h2o.attention.backends.operands import Operands, Options, Ranges
-from mlx_h2o.storage.packed import AnyRows, PackedRows, dense
-from mlx_h2o.storage.softmax import Mask, attention_mass, fast_mask, join, softmax_weights
+from mlx_h2o.slots.packed import AnyRows, PackedRows, dense
+from mlx_h2o.slots.softmax import Mask, attention_mass, fast_mask, join, softmax_weights
 
 # Queries whose logits are held at a time where only their sums are needed: bounds [L, N].
 QUERY_BLOCK = 256

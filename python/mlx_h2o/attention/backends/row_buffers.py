@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.storage.packed import PackedRows, Rows
+from mlx_h2o.slots.packed import PackedRows, Rows
 
 # The buffers of rows: their elements, and the scales and biases of packed rows.
 _NAMES = {

@@ -1,7 +1,7 @@
 """The variants of GPU kernels that prove themselves, and the small cases that they run on.
 
 Attention's operations and MLX's own attention are compared here. A fused step needs a layer: its
-case is `engine/fused_case.py`.
+case is `layer/fused_case.py`.
 
 MLX's own attention of few queries over plain rows is the best there is where nothing but the output
 is wanted. On Apple's GPUs it takes two passes from 1,024 keys (4,096 on small ones), and other
@@ -33,8 +33,8 @@ from mlx_h2o.attention.backends.self_check import (
 from mlx_h2o.attention.backends.tiling import MOST_QUERIES
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.storage.packed import PackedRows, Packing, Rows, dense
-from mlx_h2o.storage.softmax import Mask
+from mlx_h2o.slots.packed import PackedRows, Packing, Rows, dense
+from mlx_h2o.slots.softmax import Mask
 
 #: The operations of the attention kernels: methods of a backend.
 OPERATIONS = ("attention", "attention_with_scores", "attention_with_mass")

@@ -15,9 +15,9 @@ from mlx_h2o.attention.backends.launcher import SIMDGROUP, Launcher, Outputs
 from mlx_h2o.attention.backends.row_buffers import buffers, packing
 from mlx_h2o.attention.backends.work import Ranges
 from mlx_h2o.policies.kernel_policy import KernelPolicy
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import PackedRows, Rows
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.slots.key_scaling import Frame
+from mlx_h2o.slots.packed import PackedRows, Rows
+from mlx_h2o.slots.remainder import Remainder
 
 # Names of scores and priorities, in the order of priority.h.
 SCORES = ("none", "sum", "ema", "ema_logits", "last")

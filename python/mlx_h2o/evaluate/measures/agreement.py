@@ -15,7 +15,7 @@ from mlx_h2o.evaluate.methods import Method
 from mlx_h2o.evaluate.reader import Reader, Tell, no_progress, read, step
 from mlx_h2o.evaluate.report import Curves, Rows, Section
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
-from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.hosts.stock_caches import stock_caches
 
 #: The number of parts into which the answer is cut; each part's mean is reported.
 PARTS = 8

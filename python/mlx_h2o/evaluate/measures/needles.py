@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o._utils import checks
+from mlx_h2o import _checks
 from mlx_h2o.evaluate.facts import (
     CLOZE,
     Fact,
@@ -180,9 +180,9 @@ class NeedleMeasure(Measure):
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
-            checks.choice("kinds", kind, KINDS)
+            _checks.choice("kinds", kind, KINDS)
         for question in self.questions:
-            checks.choice("questions", question, tuple(SEEN))
+            _checks.choice("questions", question, tuple(SEEN))
 
     def tokens(self) -> int:
         return max(self.lengths)

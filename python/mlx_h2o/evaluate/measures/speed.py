@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o._utils.free_memory import give_back
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.measures.base import Measure, Result, Results
 from mlx_h2o.evaluate.methods import Method
 from mlx_h2o.evaluate.reader import Reader, Tell, read, step
 from mlx_h2o.evaluate.report import Rows, Section
+from mlx_h2o.models.free_memory import give_back
 
 MEGA = 1e6
 

@@ -17,7 +17,7 @@ from mlx_h2o.evaluate.measures.needles import facts_of
 from mlx_h2o.evaluate.methods import Method
 from mlx_h2o.evaluate.reader import Reader, Tell, answers_right, read
 from mlx_h2o.evaluate.report import Curves, Rows, Section
-from mlx_h2o.storage.pins import Span
+from mlx_h2o.slots.pins import Span
 
 _SIGNALS = "bell drum horn whistle gong trumpet siren clapper".split()
 _REPLIES = "copper walnut velvet thunder lemon harbour feather marble candle saddle".split()

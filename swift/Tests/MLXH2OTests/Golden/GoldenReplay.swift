@@ -328,7 +328,7 @@ enum GoldenReplay {
 
     // MARK: 5
 
-    static let embeddedModel = checkout.appendingPathComponent("python/mlx_h2o/models/recall-4m")
+    static let embeddedModel = checkout.appendingPathComponent("python/mlx_h2o/data/recall-4m")
 
     nonisolated(unsafe) private static let embedded = Result {
         try H2OModels.load(folder: embeddedModel, dtype: .float32)

@@ -1,1 +1,0 @@
-"""Helpers that know nothing of caches: checks, files, sizes in bytes, progress, OpenBLAS."""

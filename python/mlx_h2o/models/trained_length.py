@@ -1,0 +1,35 @@
+"""Conversations that are longer than what their model was trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.recorder import trained_context
+
+
+def past_training(model: nn.Module, cache: Sequence[Any]) -> str | None:
+    """What to say about a conversation that is longer than what its model was trained for.
+
+    Args:
+        model: An mlx-lm model.
+        cache: The conversation's caches.
+
+    Returns:
+        A sentence; None where the length is within training, the model does not tell what it was
+        trained for, nothing is bounded, or positions roll.
+    """
+    trained = trained_context(model, 0)
+    bounded = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+    tokens = max((entry.offset for entry in bounded), default=0)
+    if not trained or tokens <= trained or all(entry.settings.rope for entry in bounded):
+        return None
+    return (
+        f"{tokens:,} tokens are more than the {trained:,} that the model was trained for, so "
+        "answers may get worse: a conversation that begins with --positions rolling stays at "
+        "positions that the model knows."
+    )

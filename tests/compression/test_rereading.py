@@ -1,0 +1,367 @@
+"""Compressed prompts: what a second reading looks at is kept, and everything fits its bytes."""
+
+import json
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+import mlx_h2o
+from mlx_h2o import make_prompt_cache
+from mlx_h2o.chat.pin_rules import PinRules, spans_for
+from mlx_h2o.cli import main
+from mlx_h2o.compression import compress
+from mlx_h2o.compression.compress import compress_into, shared_out
+from mlx_h2o.compression.rereading import read_twice
+from mlx_h2o.loading.load import SAMPLE_TEXT
+from tiny_models import Characters, kept_positions, tiny_model
+
+EMBEDDED = ["--model", "builtin:recall-4m"]
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return mx.random.randint(0, 100, (2, 70), key=mx.random.key(4))
+
+
+@pytest.mark.parametrize("chunk", [9, 70])
+def test_the_second_reading_is_a_plain_one_and_changes_nothing(prompt, chunk):
+    """Masses are those of one pass over prompt, request and chunk, however it is cut."""
+    model, repeat = tiny_model("llama"), [3, 1, 4]
+    reading = read_twice(model, prompt, repeat, chunk, lambda _: None)
+    plain = stock_prompt_cache(model)
+    model(prompt, cache=plain)
+    for (keys, values), entry in zip(reading.rows, plain, strict=True):
+        assert mx.allclose(keys, entry.keys[..., :70, :], atol=1e-4)
+        assert mx.allclose(values, entry.values[..., :70, :], atol=1e-4)
+    queries = 70 + len(repeat) * -(-70 // chunk)
+    for worth, rate in zip(reading.worths, reading.rates, strict=True):
+        assert worth.shape == rate.shape == (2, 2, 70)
+        assert mx.all(worth > 0)
+        assert mx.all(worth <= 1)
+        assert mx.all(rate <= worth + 1e-6)
+        # What the prompt receives and what the chunk keeps to itself is all of each query.
+        assert mx.all(rate.sum(axis=-1) * queries < queries)
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_queries_are_kept_only_to_fit_values_by(prompt, fitted, monkeypatch, tmp_path):
+    model, readings = tiny_model("llama"), []
+
+    def read(*args):
+        readings.append(read_twice(*args))
+        return readings[-1]
+
+    monkeypatch.setattr(compress, "read_twice", read)
+    for spill in (None, tmp_path):
+        empty = make_prompt_cache(model, 40, budgets="uniform", spill=spill)
+        compress_into(empty, model, Characters(), prompt[:1], fitted=fitted)
+    with_and_without = [[one.q.size > 0 for one in reading.asked] for reading in readings]
+    assert with_and_without == [[True, True] if fitted else [], []]
+
+
+def test_masses_are_those_of_one_pass_over_everything(prompt):
+    """The first layer's, by hand: its queries and keys do not depend on what is attended to."""
+    model, repeat = tiny_model("llama", num_hidden_layers=1), [3, 1, 4]
+    reading = read_twice(model, prompt, repeat, 70, lambda _: None)
+    whole = mx.concatenate([prompt, mx.broadcast_to(mx.array([repeat]), (2, 3)), prompt], axis=1)
+    attention = model.layers[0].self_attn
+    x = model.layers[0].input_layernorm(model.model.embed_tokens(whole))
+    B, L, _ = x.shape
+    heads, groups = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
+    q = attention.q_proj(x).reshape(B, L, attention.n_heads, -1).transpose(0, 2, 1, 3)
+    k = attention.k_proj(x).reshape(B, L, heads, -1).transpose(0, 2, 1, 3)
+    q, k = np.array(attention.rope(q)), np.array(attention.rope(k))
+    for h in range(heads):
+        of_head = q[:, h * groups : (h + 1) * groups]
+        logits = np.einsum("bgld,bnd->bgln", of_head, k[:, h]) * attention.scale
+        logits[:, :, ~np.tri(L, dtype=bool)] = -np.inf
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        expected = weights[:, :, 70:, :70].max(axis=(1, 2))
+        assert np.allclose(np.array(reading.worths[0][:, h]), expected, atol=1e-4)
+
+
+def test_slots_go_to_the_best_rows_of_all():
+    rng = np.random.default_rng(2)
+    worths = [rng.random((2, 30)) * scale for scale in (1.0, 5.0, 0.1)]
+    counts = shared_out(worths, 60, least=4)
+    assert sum(map(sum, counts)) == 60
+    assert min(map(min, counts)) == 4
+    # Without a least number it is a plain choice of the best sixty.
+    counts = shared_out(worths, 60, least=0)
+    best = np.sort(np.concatenate(worths), axis=None)[-60]
+    assert counts == [[int((row >= best).sum()) for row in layer] for layer in worths]
+    assert shared_out(worths, 10**6, 4) == [[30, 30]] * 3
+
+
+def test_what_is_worth_most_is_kept_and_the_rest_goes_on_answering(prompt):
+    model = tiny_model("llama")
+    cache = mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", room=5)
+    reading = read_twice(
+        model,
+        prompt,
+        Characters().encode("\n\nRepeat the previous context exactly:\n\n"),
+        256,
+        lambda _: None,
+    )
+    for entry, worth in zip(cache, reading.worths, strict=True):
+        assert entry.offset == 70
+        for run in entry.store.runs:
+            positions = np.array(entry.slots(run).positions)
+            for h in range(run.heads):
+                count = positions.shape[2]
+                assert run.budget == count + 5
+                for b in range(2):
+                    of_head = np.array(worth[b, run.first + h])
+                    best = set(range(4)) | set(
+                        (4 + np.argsort(-of_head[4:], kind="stable"))[: count - 4].tolist()
+                    )
+                    assert set(positions[b, h].tolist()) == best
+                lost = entry.remainder.count[:, run.first + h]
+                assert lost.tolist() == [70 - count] * 2
+
+
+def test_nothing_cut_is_the_full_cache(prompt):
+    """With room for every row the model goes on as from a full cache."""
+    model = tiny_model("llama")
+    plain = stock_prompt_cache(model)
+    model(prompt, cache=plain)
+    cache = mlx_h2o.compress_prompt(
+        model, Characters(), prompt, 10**7, bits=16, room=8, policy="h2o"
+    )
+    for token in range(4):
+        ids = mx.array([[token + 1], [token + 2]])
+        assert mx.allclose(model(ids, cache=cache), model(ids, cache=plain), atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [16, 6])
+def test_it_takes_no_more_than_it_may(bits):
+    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
+    text = SAMPLE_TEXT.read_text()[:1600]
+    full = stock_prompt_cache(model)
+    tokens = tokenizer.encode(text)
+    model(mx.array([tokens]), cache=full)
+    # The embedded model computes in float32 on a CPU: twice what a 16-bit cache takes.
+    element = 2 if full[0].keys.dtype == mx.float32 else 1
+    rows = len(tokens) * full[0].keys.shape[1] * 2 * full[0].keys.shape[3] * full[0].keys.dtype.size
+    held = len(full) * rows
+    cache = mlx_h2o.compress_prompt(model, tokenizer, text, "40%", bits=bits)
+    assert sum(entry.nbytes for entry in cache) <= 0.4 * held / element
+    assert sum(entry.evicted for entry in cache) > 0
+
+
+def test_a_compressed_cache_is_saved_as_any_other(prompt, tmp_path):
+    """C and Swift read what they read of caches that were filled token by token."""
+    model = tiny_model("llama")
+    compressed = mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", room=4)
+    usual = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
+    model(prompt, cache=usual)
+    for one, other in zip(compressed, usual, strict=True):
+        assert one.config().keys() == other.config().keys()
+        assert one.config()["policy"] == other.config()["policy"]
+        assert one.arrays().keys() - other.arrays().keys() == set()
+    file = tmp_path / "compressed.safetensors"
+    mlx_h2o.save_prompt_cache(file, compressed)
+    again = mlx_h2o.load_prompt_cache(file)
+    ids = mx.array([[1], [2]])
+    for _ in range(8):  # beyond the room
+        assert mx.allclose(model(ids, cache=compressed), model(ids, cache=again), atol=1e-5)
+
+
+def test_room_within_is_taken_off_the_size(prompt):
+    model = tiny_model("llama")
+    sizes = []
+    for room, within in ((0, False), (6, True), (6, False)):
+        empty = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
+        cache = compress_into(empty, model, Characters(), prompt, room=room, within=within)
+        sizes.append(sum(sum(entry.budgets) for entry in cache))
+    heads = sum(len(entry.budgets) for entry in cache)
+    assert sizes == [sizes[0], sizes[0], sizes[0] + 6 * heads]
+    empty = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
+    with pytest.raises(ValueError, match="too few to keep"):
+        compress_into(empty, model, Characters(), prompt, room=60, within=True)
+
+
+def test_room_is_used_before_anything_goes(prompt):
+    model = tiny_model("llama")
+    cache = mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", room=6)
+    before = [entry.evicted for entry in cache]
+    for token in range(6):
+        model(mx.array([[token], [token]]), cache=cache)
+    assert [entry.evicted for entry in cache] == before
+    model(mx.array([[1], [1]]), cache=cache)
+    model(mx.array([[1], [1]]), cache=cache)
+    assert [entry.evicted for entry in cache] > before
+
+
+def test_models_that_attend_by_themselves_are_refused(prompt):
+    with pytest.raises(ValueError, match=r"cannot be compressed|attends by itself"):
+        mlx_h2o.compress_prompt(
+            tiny_model("gemma2_by_itself"),
+            Characters(),
+            prompt,
+            10**6,
+            budgets="uniform",
+            policy="keydiff",
+        )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "text"),
+    [
+        ("", {}, "prompt is empty"),
+        ("some words", {"room": -1}, "room"),
+        ("some words", {"chunk": 0}, "chunk"),
+        (
+            "some words",
+            {"max_bytes": 10**6, "positions": "rolling", "remainder": False},
+            "positions",
+        ),
+        ("some words of a prompt", {"max_bytes": 10}, "too small"),
+    ],
+)
+def test_what_cannot_be_is_refused(prompt, settings, text):
+    with pytest.raises(ValueError, match=text):
+        mlx_h2o.compress_prompt(tiny_model("llama"), Characters(), prompt, **settings)
+
+
+def test_the_command_writes_a_cache_that_generate_goes_on_from(tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
+    text.write_text(SAMPLE_TEXT.read_text()[:1500])
+    assert (
+        main(
+            [
+                "compress",
+                "--model",
+                "builtin:recall-4m",
+                str(text),
+                "--out",
+                str(out),
+                "--to",
+                "50%",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["kv_bytes"] < told["full_bytes"]
+    cache, metadata = mlx_h2o.load_prompt_cache(out, return_metadata=True)
+    assert metadata["compressed"] == "50%"
+    assert cache[0].offset == told["tokens"]
+    resumed = [
+        "generate",
+        "--model",
+        "builtin:recall-4m",
+        "--prompt-cache-file",
+        str(out),
+        "--prompt",
+        "The",
+        "-m",
+        "3",
+        "--json",
+    ]
+    assert main(resumed) == 0
+    assert json.loads(capsys.readouterr().out)["context_tokens"] > told["tokens"]
+    (tmp_path / "empty.txt").write_text(" ")
+    assert (
+        main(
+            [
+                "compress",
+                "--model",
+                "builtin:recall-4m",
+                str(tmp_path / "empty.txt"),
+                "--out",
+                str(out),
+            ]
+        )
+        == 2
+    )
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), "--system"]) == 2
+    assert "chat template" in capsys.readouterr().err
+
+
+def test_the_command_keeps_what_is_pinned(tmp_path, capsys):
+    """By text, pattern and tokens; counted against --to, in the file, and while it is gone on."""
+    text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
+    text.write_text(SAMPLE_TEXT.read_text()[:1500] + ". The Fee shall mean ten ducats.")
+    compress = [
+        "compress",
+        "--model",
+        "builtin:recall-4m",
+        str(text),
+        "--out",
+        str(out),
+        "--to",
+        "25%",
+        "--json",
+    ]
+    rules = PinRules(patterns=("shall mean",), spans=((30, 40),))
+    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
+    tokens = tokenizer.encode(text.read_text())
+    spans = spans_for(rules, tokenizer, tokens)
+    wanted = {p for span in spans for p in range(*span)}
+
+    def kept(*options):
+        assert main([*compress, *options]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["kv_bytes"] <= 0.25 * told["full_bytes"]
+        return told, mlx_h2o.load_prompt_cache(out)
+
+    def holds(cache):
+        return all(wanted <= set(head) for entry in cache for head in kept_positions(entry))
+
+    told, cache = kept("--pin-pattern", "shall mean", "--pin-span", "30:40")
+    assert told["pinned"] == len(wanted) > 18
+    assert holds(cache)
+    assert all(entry.pins == spans for entry in cache)
+    before = sum(entry.evicted for entry in cache)
+    model(mx.array([tokens[:300]]), cache=cache)
+    mlx_h2o.save_prompt_cache(out, cache)
+    again = mlx_h2o.load_prompt_cache(out)
+    assert sum(entry.evicted for entry in again) > before
+    assert holds(again)
+    told, cache = kept()
+    assert told["pinned"] == 0
+    assert not holds(cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--pin-span", "0:400"],
+            r"396 pinned tokens are too many.* Pin at most \d+ tokens, or .*--to",
+        ),
+        (["--pin-span", "3:9999"], r"3:9999 cannot be pinned: the prompt has \d+ tokens"),
+        (["--pin", "no such words"], "does not contain 'no such words'"),
+        (["--pin-role", "system"], "no system message"),
+        (["--pin-pattern", "("], "no regular expression"),
+    ],
+)
+def test_pins_that_cannot_be_are_refused_and_write_nothing(options, message, tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
+    text.write_text(SAMPLE_TEXT.read_text()[:1500])
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), *options]) == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert not out.exists()
+
+
+def test_a_system_prompt_can_be_pinned_whole(tmp_path, monkeypatch):
+    """By its role, which --system gives it."""
+    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    )
+    tokenizer.has_chat_template = True
+    monkeypatch.setattr("mlx_h2o.cli.options.load", lambda *_: (model, tokenizer))
+    text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
+    text.write_text("Anne and Toby went home.")
+    options = ["--system", "--pin-role", "system", "--to", "500KB"]
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), *options]) == 0
+    (span,) = mlx_h2o.load_prompt_cache(out)[0].pins
+    assert span[0] == 0
+    assert span[1] > len(tokenizer.encode("Anne and Toby went home.")) - 1

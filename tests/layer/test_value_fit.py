@@ -1,0 +1,84 @@
+"""Fitted values: attention over few rows gives what attention over all rows gave."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_h2o
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.layer.value_fit import least_squares
+from mlx_h2o.slots.packed import dense
+
+B, HQ, H, T, D = 2, 4, 2, 60, 64
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Keys, values, and queries that look at some keys more than at others."""
+    keys, values, noise = (
+        mx.random.normal((B, heads, T, D), key=mx.random.key(seed))
+        for seed, heads in ((1, H), (2, H), (3, HQ))
+    )
+    return keys, values, 3 * mx.repeat(keys, HQ // H, axis=1) + noise
+
+
+def held(rows, slots, **settings):
+    """A cache that keeps the first so many rows of each head."""
+    keys, values, _ = rows
+    cache = mlx_h2o.H2OKVCache(max_size=slots, policy="h2o", **settings)
+    worths = mx.broadcast_to(-mx.arange(T).astype(mx.float32), (B, H, T))
+    cache.hold(keys, values, worths, mx.zeros((B, H, T)))
+    return cache
+
+
+def values_of(cache):
+    (run,) = cache.store.runs
+    fields = cache.store.views(run)
+    return dense(cache.packing.rows("values", fields)).astype(mx.float32)
+
+
+def error(cache, rows):
+    """The mean square error of a copy's attention from that over all rows."""
+    keys, values, queries = rows
+    whole = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=D**-0.5)
+    (run,) = cache.store.runs
+    fields = cache.store.views(run)
+    kept, own = (
+        dense(cache.packing.rows(name, fields)).astype(mx.float32) for name in ("keys", "values")
+    )
+    if cache.remainder is not None:
+        kept = mx.concatenate([kept, cache.remainder.mean_key[:, :, None]], axis=2)
+        own = mx.concatenate([own, cache.remainder.mean_value[:, :, None]], axis=2)
+    logits = D**-0.5 * queries @ mx.repeat(kept, HQ // H, axis=1).swapaxes(-1, -2)
+    if cache.remainder is not None:
+        column = cache.remainder.column(queries, D**-0.5, 0.0)
+        logits = mx.concatenate([logits[..., :-1], column[..., None]], axis=-1)
+    out = mx.softmax(logits, axis=-1) @ mx.repeat(own, HQ // H, axis=1)
+    return mx.square(out - whole).mean().item()
+
+
+@pytest.mark.parametrize("settings", [{}, {"remainder": False}, {"bits": 6}])
+def test_attention_to_kept_rows_comes_nearer_to_that_to_all(rows, settings):
+    cache = held(rows, 24, saturation=0.0, **settings)
+    before, keys = error(cache, rows), mx.array(cache.arrays()["slots.keys"])
+    cache.fit_values(rows[0], rows[1], AttentionCall(rows[2], D**-0.5))
+    assert error(cache, rows) < 0.85 * before
+    assert mx.array_equal(cache.arrays()["slots.keys"], keys)
+
+
+def test_values_stay_where_nothing_was_evicted(rows):
+    cache = held(rows, T + 8)
+    before = mx.array(values_of(cache))
+    cache.fit_values(rows[0], rows[1], AttentionCall(rows[2], D**-0.5))
+    assert mx.allclose(values_of(cache), before, atol=1e-3)
+
+
+def test_the_fit_is_a_ridge_regression():
+    """Exact without a ridge, the start with a heavy one; rows without weight stay."""
+    rng = np.random.default_rng(0)
+    weights, wanted, start = (rng.random(shape) for shape in ((9, 4), (9, 3), (4, 3)))
+    best = np.linalg.lstsq(weights, wanted, rcond=None)[0]
+    assert np.allclose(least_squares(weights, wanted, start, 0.0), best, atol=1e-4)
+    assert np.allclose(least_squares(weights, wanted, start, 1e9), start, atol=1e-4)
+    weights[:, 2] = 0
+    assert np.allclose(least_squares(weights, wanted, start, 0.0)[2], start[2])

@@ -1,0 +1,91 @@
+"""Conversations that are longer than what their model was trained for: said where people look."""
+
+import re
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+import mlx_h2o
+from mlx_h2o.chat.dialogue import Dialogue
+from mlx_h2o.cli import main
+from mlx_h2o.loading.load import EMBEDDED_MODEL
+from mlx_h2o.models.trained_length import past_training
+from serving import serving
+
+TRAINED = 2048
+ROLLING = {"positions": "rolling", "remainder": False}
+LONG = " ".join(["The house stood on the cliff."] * 300)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return mlx_h2o.load(EMBEDDED_MODEL)
+
+
+@pytest.mark.parametrize(("tokens", "settings", "said"), [
+    (TRAINED, {}, False), (TRAINED + 1, {}, True), (TRAINED + 1, ROLLING, False),
+])  # fmt: skip
+def test_it_is_said_from_the_first_token_beyond(loaded, tokens, settings, said):
+    model, _ = loaded
+    cache = mlx_h2o.make_prompt_cache(model, 64, **settings)
+    model(mx.ones((1, tokens), mx.int32), cache=cache)
+    found = past_training(model, cache)
+    assert (found is not None) == said
+    if found is not None:
+        assert found.startswith("2,049 tokens are more than the 2,048 ")
+
+
+def test_what_is_not_bounded_or_not_told_is_left_alone(loaded):
+    model, _ = loaded
+    plain = stock_prompt_cache(model)
+    model(mx.ones((1, TRAINED + 1), mx.int32), cache=plain)
+    assert past_training(model, plain) is None
+    cache = mlx_h2o.make_prompt_cache(model, 64)
+    model(mx.ones((1, TRAINED + 1), mx.int32), cache=cache)
+    trained = model.args.max_position_embeddings
+    try:
+        model.args.max_position_embeddings = None
+        assert past_training(model, cache) is None
+    finally:
+        model.args.max_position_embeddings = trained
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rolling"])
+def test_generate(positions, capsys):
+    options = ["--model", EMBEDDED_MODEL, "--prompt", LONG, "--max-kv-size", "64", "-m", "3"]
+    assert main(["generate", *options, "--positions", positions]) == 0
+    told = capsys.readouterr().err
+    assert ("the model was trained for" in told) == (positions == "absolute")
+
+
+def test_what_does_not_go_together_is_refused(capsys):
+    options = ["generate", "--model", EMBEDDED_MODEL, "--prompt", "x", "--positions"]
+    assert main([*options, "rolling", "--kv-bits", "8"]) != 0
+    assert "--positions" in (told := capsys.readouterr().err)
+    assert "omit bits" in told
+    with pytest.raises(SystemExit):
+        main([*options, "relative"])
+    assert "absolute, rolling" in capsys.readouterr().err
+
+
+def test_a_chat_tells(loaded):
+    model, tokenizer = loaded
+    dialogue = Dialogue(model, tokenizer, lambda: mlx_h2o.make_prompt_cache(model, 64))
+    list(dialogue.reply("Who is there?", 3))
+    assert dialogue.past_training() is None
+    list(dialogue.reply(LONG, 3))
+    assert re.match(r"2,\d{3} tokens", dialogue.past_training() or "")
+    dialogue.clear()
+    assert dialogue.past_training() is None
+
+
+def test_the_server_tells_once(caplog):
+    """Alone and in a batch, and not where a request's positions roll."""
+    body = {"model": "default_model", "prompt": LONG, "max_tokens": 2}
+    with serving(long_prompts=True) as running:
+        running.client.completions.create(**body, extra_body={"mlx_h2o": ROLLING})
+        assert "trained for" not in caplog.text
+        for seed in (None, 3):
+            running.client.completions.create(**body, seed=seed)
+    assert caplog.text.count("--positions rolling") == 1
