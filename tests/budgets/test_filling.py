@@ -57,7 +57,7 @@ def test_budgets_follow_the_conversation_and_slots_are_never_exceeded(chunk, pac
         begun = [budgets for beyond, budgets in STAGES if beyond < cache.offset]
         assert tuple(cache.budgets) == (begun[-1] if begun else (40, 40))
         held = [run.length for run in cache.layer.runs for _ in range(run.heads)]
-        window = cache.layer.recently_held
+        window = cache.layer.window_length
         for length, budget in zip(held, cache.budgets, strict=True):
             assert length + window <= min(budget, cache.offset)
         assert sum(held) + 2 * window <= 80
@@ -191,7 +191,7 @@ def test_nothing_is_evicted_while_all_of_it_fits(embedded, size, stored, budgets
     prefill(model, cache, tokens[:fits], chunk)
     assert [entry.evicted for entry in cache] == [0] * len(cache)
     for entry in cache:
-        assert {run.length + entry.layer.recently_held for run in entry.layer.runs} == {fits}
+        assert {run.length + entry.layer.window_length for run in entry.layer.runs} == {fits}
     prefill(model, cache, tokens[fits:], 1)
     if budgets is None:
         assert len({slots for entry in cache for slots in entry.budgets}) > 1

@@ -423,7 +423,7 @@ def test_the_window_grows_with_the_tokens(backend):
         for cache in (large, exact):
             talk.feed(cache, 700 - cache.offset)
     assert large.layer.window.size > exact.layer.window.size == 700
-    assert large.layer.recently_held == exact.layer.recently_held == 700
+    assert large.layer.window_length == exact.layer.window_length == 700
     views = [cache.layer.window.views(0, 2, 700) for cache in (large, exact) if cache.arrays()]
     assert all(mx.array_equal(views[0][name], views[1][name]) for name in views[0])
     assert large.nbytes < 2**20

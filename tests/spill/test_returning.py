@@ -57,7 +57,7 @@ def positions_of(cache, head):
     for run in cache.store.runs:
         if run.first <= head < run.last:
             held = true_positions(cache.store.views(run)["positions"])[0, head - run.first]
-    recent = cache.layer.recently_held
+    recent = cache.layer.window_length
     newest = range(cache.offset - recent, cache.offset)
     return {*held.tolist(), *newest}
 

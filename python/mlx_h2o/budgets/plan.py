@@ -261,11 +261,11 @@ def _choices(plan: Plan, profile: Profile, context: int) -> list[Choice]:
         context: The most tokens of a conversation.
     """
     measured = profile.measured
-    known = set(measured.packing) if measured and measured.frames else set()
+    measured_widths = set(measured.packing) if measured and measured.frames else set()
     first, least = plan.at_first, plan.policy.least_budget() + FEWEST_CHOICES
     out = []
     for bits in WIDTHS:
-        if bits is not None and bits not in known:
+        if bits is not None and bits not in measured_widths:
             continue
         packing = _packing(bits, measured.group_size if measured else 0)
         packed = first.stored(packing, [bits is not None] * len(plan.shares))
@@ -648,9 +648,9 @@ def starts_narrow(max_bytes: int | None, undo: int, attending: bool) -> bool:
 def while_narrow(narrow: Stages, wide: Stages) -> Stages:
     """One layer's stages: with narrow positions at first, then with wide ones."""
     (budgets, before), (first, later) = narrow, wide
-    begun = [first, *(stage.budgets for stage in later if stage.beyond <= FEW)]
+    narrow_stages = [first, *(stage.budgets for stage in later if stage.beyond <= FEW)]
     return budgets, (
         *(stage for stage in before if stage.beyond < FEW),
-        Stage(FEW, begun[-1]),
+        Stage(FEW, narrow_stages[-1]),
         *(stage for stage in later if stage.beyond > FEW),
     )

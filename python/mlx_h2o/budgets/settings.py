@@ -246,10 +246,10 @@ class CacheSettings:
 
     def grown(self, tokens: int) -> CacheSettings | None:
         """The settings for a conversation of so many tokens; None if they are the same."""
-        begun = due(self.filling, tokens)
-        if not begun:
+        stages_begun = due(self.filling, tokens)
+        if not stages_begun:
             return None
-        budgets, later = self.filling[begun - 1].budgets, self.filling[begun:]
+        budgets, later = self.filling[stages_begun - 1].budgets, self.filling[stages_begun:]
         return replace(self, budgets=budgets, filling=later)
 
     def checked_budgets(self, name: str, budgets: Any) -> tuple[int, ...]:
@@ -362,7 +362,7 @@ class ModelSettings:
         if not packing.packs and given["group_size"] != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
         says_bits = any(given[name] is not None for name in stored if "bits" in name)
-        said = says_bits or given["positions"] == "rolling"
+        says_form = says_bits or given["positions"] == "rolling"
         return cls(
             max_size,
             given["max_bytes"],
@@ -373,7 +373,7 @@ class ModelSettings:
             given["undo"],
             given["frames"],
             given["context"],
-            chooses_bits=given["max_bytes"] is not None and not said,
+            chooses_bits=given["max_bytes"] is not None and not says_form,
             positions=given["positions"],
             pins=given["pins"],
             measures=given["profile"],

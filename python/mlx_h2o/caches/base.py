@@ -301,7 +301,7 @@ class BoundedKVCache:
 
     def size(self) -> int:
         """Tokens held by the head that holds the most."""
-        return self._layer.held if self._layer else 0
+        return self._layer.length if self._layer else 0
 
     def empty(self) -> bool:
         """Whether no rows have come yet."""
@@ -430,8 +430,8 @@ class BoundedKVCache:
         if N == 1:
             return None
         if return_array:
-            kept = self.size()
-            return mx.arange(kept + N) <= mx.arange(kept, kept + N)[:, None]
+            stored = self.size()
+            return mx.arange(stored + N) <= mx.arange(stored, stored + N)[:, None]
         return "causal"
 
     def _opened(self, keys: mx.array, values: mx.array) -> Layer:
@@ -552,8 +552,8 @@ class BoundedKVCache:
 
     def unpin(self, spans: Sequence[Span] | None = None) -> None:
         """Allow pinned tokens to be evicted; all of them without `spans`."""
-        kept = () if spans is None else without(self.pins, checked_spans("spans", spans))
-        self.pin_as(replace(self._layer.settings if self._layer else self._unopened, pins=kept))
+        stored = () if spans is None else without(self.pins, checked_spans("spans", spans))
+        self.pin_as(replace(self._layer.settings if self._layer else self._unopened, pins=stored))
 
     def pinned_settings(self, spans: Sequence[Span]) -> tuple[CacheSettings, PinAnswer]:
         """The settings that `pin` would set and its result; same arguments and errors."""
@@ -571,8 +571,10 @@ class BoundedKVCache:
             RuntimeError: The last rows were not attended to yet.
         """
         self.require_at_rest()
-        asked = checked_spans("spans", spans)
-        answer = PinAnswer(asked) if self._layer is None else answer_of(self._layer, asked)
+        pins_asked = checked_spans("spans", spans)
+        answer = (
+            PinAnswer(pins_asked) if self._layer is None else answer_of(self._layer, pins_asked)
+        )
         return joined((*self.pins, *answer.pinned, *answer.partly)), answer
 
     def pin_as(self, settings: CacheSettings) -> None:

@@ -120,7 +120,7 @@ class BatchH2OKVCache:
                 if rows and not cache.empty():
                     raise ValueError("Left padding can only come before a sequence's first token.")
             sums = zip(self._before, left_padding, strict=True)
-            self._before = [held + int(rows) for held, rows in sums]
+            self._before = [length + int(rows) for length, rows in sums]
         if right_padding is not None and max(right_padding) > 0:
             if lengths is None:
                 raise ValueError("right_padding needs lengths: the sequences' own rows.")

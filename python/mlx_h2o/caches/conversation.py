@@ -49,12 +49,12 @@ def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:
     """
     layers = bounded_entries(cache)
     try:
-        asked = [layer.pinned_settings(spans) for layer in layers]
+        pinned = [layer.pinned_settings(spans) for layer in layers]
     except TooManyPins as error:
-        asked = _pinned_with_slots_of_others(layers, spans, error)
-    for layer, (settings, _) in zip(layers, asked, strict=True):
+        pinned = _pinned_with_slots_of_others(layers, spans, error)
+    for layer, (settings, _) in zip(layers, pinned, strict=True):
         layer.pin_as(settings)
-    return PinAnswer.of_all(answer for _, answer in asked)
+    return PinAnswer.of_all(answer for _, answer in pinned)
 
 
 def _pinned_with_slots_of_others(
@@ -79,8 +79,8 @@ def _pinned_with_slots_of_others(
         alike &= [stage.beyond for stage in of_layer.filling] == beyond
     if not alike:
         raise why
-    asked = [layer.pins_beside(spans) for layer in layers]
-    pins = joined(span for of_layer, _ in asked for span in of_layer)
+    pinned = [layer.pins_beside(spans) for layer in layers]
+    pins = joined(span for of_layer, _ in pinned for span in of_layer)
 
     def roomy(budgets: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         flat = iter(room_for_pins([b for of_layer in budgets for b in of_layer], policy, pins))
@@ -99,7 +99,7 @@ def _pinned_with_slots_of_others(
             ),
             answer,
         )
-        for i, (of_layer, (own, answer)) in enumerate(zip(old, asked, strict=True))
+        for i, (of_layer, (own, answer)) in enumerate(zip(old, pinned, strict=True))
     ]
 
 

@@ -62,8 +62,8 @@ class Description(list[LayerDescription]):
     def summary(self) -> list[str]:
         """How many layers are bounded, what alike layers have in common, and which may grow."""
         bounded = [layer for layer in self if layer.bounded]
-        held = size_text(sum(layer.nbytes for layer in self))
-        lines = [f"{len(bounded)} of {len(self)} layers are bounded, {held} held now"]
+        now = size_text(sum(layer.nbytes for layer in self))
+        lines = [f"{len(bounded)} of {len(self)} layers are bounded, {now} held now"]
         alike: dict[tuple[str, str], list[LayerDescription]] = {}
         for layer in bounded:
             alike.setdefault((layer.kind, SLOTS.sub("", _plain(layer.reason))), []).append(layer)
@@ -124,8 +124,8 @@ def _reason(layers: Sequence[LayerDescription]) -> str:
 
 def _slots(reason: str) -> list[str]:
     """The numbers of slots at the start of a reason."""
-    found = SLOTS.match(reason)
-    return [n for n in found.groups() if n] if found else []
+    match = SLOTS.match(reason)
+    return [n for n in match.groups() if n] if match else []
 
 
 def describe(cache: list[Any]) -> Description:

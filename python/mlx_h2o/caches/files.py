@@ -124,10 +124,10 @@ def load_prompt_cache(
     try:
         entries = json.loads(header["entries"])
         cache = [_restored(entry, f"{i}", arrays) for i, entry in enumerate(entries)]
-        kept = dict(json.loads(header["metadata"]))
+        metadata = dict(json.loads(header["metadata"]))
     except _DAMAGE as error:
         raise ValueError(f"{file_name} is damaged: {error}") from error
-    return (cache, kept) if return_metadata else cache
+    return (cache, metadata) if return_metadata else cache
 
 
 def _read(file_name: str) -> tuple[dict[str, mx.array], dict[str, str]]:

@@ -26,9 +26,9 @@ def restored(state: tuple[dict[str, mx.array], str]) -> BoundedKVCache:
     """
     try:
         config = json.loads(state[1])
-        found = [cls for cls in CLASSES if cls.is_described_by(config)]
+        matches = [cls for cls in CLASSES if cls.is_described_by(config)]
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"This is no state of a bounded cache: {error!r}.") from error
-    if not found:
+    if not matches:
         raise ValueError("This state describes no known kind of cache.")
-    return found[0].from_state(state)
+    return matches[0].from_state(state)

@@ -138,7 +138,7 @@ class H2OKVCache(BoundedKVCache):
         eviction.hold_best(layer, attended, of_heads, room)
         mx.eval(self.arrays())
 
-    def fit_values(self, keys: mx.array, values: mx.array, asked: AttentionCall) -> None:
+    def fit_values(self, keys: mx.array, values: mx.array, call: AttentionCall) -> None:
         """Fit the values kept of a prompt, after `hold` (`layer/value_fit.py`).
 
         Args:
@@ -147,7 +147,7 @@ class H2OKVCache(BoundedKVCache):
             asked: Queries `[B, Hq, n, D]` whose attention the kept rows should give.
         """
         assert self._layer is not None, "hold() comes first"
-        fit_values(self._layer, keys, values, asked)
+        fit_values(self._layer, keys, values, call)
         mx.eval(self.arrays())
 
     def _taken_from_hand(self) -> tuple[Layer, tuple[mx.array, mx.array]]:

@@ -72,8 +72,8 @@ def _with_plain_rows(layer: Layer, fields: Fields) -> tuple[tuple[mx.array, mx.a
     run = store.runs[0]
     rows = layer.remainder.plain_rows(store.reserved)
     if fields["positions"].shape[2] > run.budget:
-        named = zip(rows, (fields["keys"], fields["values"]), strict=True)
-        keys, values = (mx.concatenate([row.astype(f.dtype), f], axis=2) for row, f in named)
+        pairs = zip(rows, (fields["keys"], fields["values"]), strict=True)
+        keys, values = (mx.concatenate([row.astype(f.dtype), f], axis=2) for row, f in pairs)
         return (keys, values), fields
     layer.put_plain_rows(rows)
     fetched = store.view(run, "keys", True), store.view(run, "values", True)
@@ -84,12 +84,12 @@ def _mask(layer: Layer, N: int, lost: int) -> mx.array:
     """log(lost / R) in the plain rows' columns, minus infinity in columns of later tokens."""
     run, rows = layer.runs[0], layer.store.reserved
     dtype = layer.store.fields["keys"].dtype
-    kept = min(layer.held, run.budget - 1) if N == 1 else layer.held
+    stored = min(layer.length, run.budget - 1) if N == 1 else layer.length
     bias = mx.log(mx.full((1,), lost / rows))
-    mask = mx.concatenate([mx.broadcast_to(bias, (rows,)), mx.zeros(kept + N)])
+    mask = mx.concatenate([mx.broadcast_to(bias, (rows,)), mx.zeros(stored + N)])
     if N > 1:
-        future = mx.arange(kept + N) > mx.arange(kept, kept + N)[:, None]
+        future = mx.arange(stored + N) > mx.arange(stored, stored + N)[:, None]
         lowest = mx.finfo(dtype).min
         future = mx.pad(mx.where(future, lowest, 0.0), [(0, 0), (rows, 0)])
         mask = mx.maximum(mask + future, lowest)
-    return mx.broadcast_to(mask, (1, 1, N, rows + kept + N)).astype(dtype)
+    return mx.broadcast_to(mask, (1, 1, N, rows + stored + N)).astype(dtype)

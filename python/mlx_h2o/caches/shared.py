@@ -12,7 +12,7 @@ from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.hosts import routing
-from mlx_h2o.layer.scoring import Seen
+from mlx_h2o.layer.scoring import RunResult
 from mlx_h2o.layer.step import attend_to_shared, evict_after_sharers, grow
 from mlx_h2o.slots.slot_store import Fields
 from mlx_h2o.slots.softmax import Mask
@@ -43,7 +43,7 @@ class SharedKVCache(BoundedKVCache):
         # returned, and the observations so far.
         self._attended: list[Fields] | None = None
         self._keys: list[mx.array] = []
-        self._seen: list[list[Seen]] = []
+        self._results: list[list[RunResult]] = []
 
     @property
     def _between(self) -> bool:
@@ -114,11 +114,11 @@ class SharedKVCache(BoundedKVCache):
                 "attended, or to other keys."
             )
         layer, call = self._held(), AttentionCall(q, scale, mask, sinks, softcap)
-        out, seen = attend_to_shared(layer, call, self._attended)
-        self._seen.append(seen)
-        if len(self._seen) < self.sharers:
+        out, results = attend_to_shared(layer, call, self._attended)
+        self._results.append(results)
+        if len(self._results) < self.sharers:
             return out
-        rounds, self._seen, self._attended, self._keys = self._seen, [], None, []
+        rounds, self._results, self._attended, self._keys = self._results, [], None, []
         tied: mx.array = mx.depends(out, evict_after_sharers(layer, rounds))
         return tied
 

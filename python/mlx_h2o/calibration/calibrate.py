@@ -273,19 +273,19 @@ def _telling(
     of_windows = WINDOW_WORK * windows * layers
     whole = layers * (1 + FRAME_WORK + ECHO_WORK) + of_windows
 
-    def after(begun: float, work: float) -> Callable[[float], None]:
-        def told(done: float) -> None:
+    def after(start: float, work: float) -> Callable[[float], None]:
+        def tell(done: float) -> None:
             if progress:
-                progress(round(100 * (begun + work * done)), round(100 * whole))
+                progress(round(100 * (start + work * done)), round(100 * whole))
 
-        return told
+        return tell
 
-    begun = (FRAME_WORK + ECHO_WORK) * layers
+    start = (FRAME_WORK + ECHO_WORK) * layers
     return (
         after(0, FRAME_WORK),
         after(FRAME_WORK * layers, ECHO_WORK),
-        after(begun, of_windows),
-        after(begun + of_windows, 1),
+        after(start, of_windows),
+        after(start + of_windows, 1),
     )
 
 

@@ -91,13 +91,13 @@ def _measured(model: nn.Module, identity: ModelIdentity) -> Profile | str:
     }
     try:
         tokens = tokenizer.encode(CALIBRATION_TEXT.read_text(encoding="utf-8"))
-        with progress_bar("measuring heads") as told:
+        with progress_bar("measuring heads") as bar:
             profile = calibrate_quickly(
                 model,
                 tokens,
                 frame_tokens=frame_tokens(tokenizer),
                 details=details,
-                progress=told,
+                progress=bar,
             )
     except Exception as error:  # any error of any model; its caches are made all the same
         print(f"It could not be measured: {error}", file=sys.stderr)

@@ -53,7 +53,7 @@ class Echo:
         again: Position of its first token where it is repeated.
     """
 
-    said: int
+    first: int
     again: int
 
 
@@ -65,9 +65,9 @@ def echoes_in(length: int) -> list[Echo]:
         period = int(k * GOLDEN % 1 * (k + 1))
         while used[period] == STRETCHES:
             period = (period + 1) % (k + 1)
-        said = period * PERIOD + FIRST + used[period] * ECHO
+        first = period * PERIOD + FIRST + used[period] * ECHO
         used[period] += 1
-        out.append(Echo(said, (k + 1) * PERIOD - ECHO))
+        out.append(Echo(first, (k + 1) * PERIOD - ECHO))
     return out
 
 
@@ -85,7 +85,7 @@ def pages_of(tokens: Sequence[int], length: int) -> np.ndarray:
     rest = np.array(tokens[: len(pages) * len(prose)], np.int32)
     pages[:, prose] = rest.reshape(len(pages), len(prose))
     for echo in echoes:
-        pages[:, echo.again : echo.again + ECHO] = pages[:, echo.said : echo.said + ECHO]
+        pages[:, echo.again : echo.again + ECHO] = pages[:, echo.first : echo.first + ECHO]
     return pages
 
 
@@ -109,13 +109,13 @@ def echo_losses(
     routing.install()
     pages, watcher = pages_of(tokens, length), Watcher()
     echoes = echoes_in(pages.shape[1])
-    found: dict[int, np.ndarray] = {}
+    losses: dict[int, np.ndarray] = {}
 
     def looking(index: int) -> Echoing:
-        return Echoing(index, echoes, watcher, found, progress)
+        return Echoing(index, echoes, watcher, losses, progress)
 
     looked_through(model, mx.array(pages), watcher, looking)
-    return np.concatenate([found[i] for i in range(len(found))])
+    return np.concatenate([losses[i] for i in range(len(losses))])
 
 
 class Echoing(LookingCache):
@@ -128,11 +128,11 @@ class Echoing(LookingCache):
         index: int,
         echoes: Sequence[Echo],
         watcher: Watcher,
-        found: dict[int, np.ndarray],
+        losses: dict[int, np.ndarray],
         progress: Callable[[int], None] | None,
     ):
         self.index, self.echoes, self.watcher = index, echoes, watcher
-        self.found, self.progress = found, progress
+        self.losses, self.progress = losses, progress
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         out = full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
@@ -142,17 +142,17 @@ class Echoing(LookingCache):
         for echo in self.echoes:
             start, end = echo.again + LEAD, echo.again + ECHO
             at = mx.arange(end)
-            said = (at >= echo.said) & (at < echo.said + ECHO)
+            first = (at >= echo.first) & (at < echo.first + ECHO)
             without = block_attention(
                 *(call.q[:, :, start:end], keys[:, :, :end], values[:, :, :end]),
-                mask=(at <= mx.arange(start, end)[:, None]) & ~said,
+                mask=(at <= mx.arange(start, end)[:, None]) & ~first,
                 scale=call.scale,
                 sinks=call.sinks,
                 softcap=call.softcap,
             )
             difference = out[:, None, :, start:end] - without[:, None]
             total += np.array(weights.errors(difference, start).mean(axis=(1, 2)))
-        self.found[self.index] = (total / max(len(self.echoes), 1)).astype(np.float32)
+        self.losses[self.index] = (total / max(len(self.echoes), 1)).astype(np.float32)
         if self.progress:
             self.progress(self.index + 1)
         return out

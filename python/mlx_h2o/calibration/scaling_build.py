@@ -346,7 +346,7 @@ def made_frames(model: nn.Module, identity: ModelIdentity) -> Frames | None:
     place = KEPT.place_of(identity)
     print(f"Making frames for packed keys (once, kept in {place})", file=sys.stderr)
     passes, layers = frame_passes(model, frame_tokens(tokenizer)), len(identity.kv_heads)
-    with progress_bar("making frames") as told:
-        frames = frames_of_text(model, passes, progress=lambda done: told(done, layers))
+    with progress_bar("making frames") as bar:
+        frames = frames_of_text(model, passes, progress=lambda done: bar(done, layers))
     KEPT.keep(identity, {"frames": json_of_frames(frames)})
     return frames

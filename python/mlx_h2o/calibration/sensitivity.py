@@ -74,14 +74,14 @@ def sensitivities(
     routing.install()
     length = min(WINDOW, trained_context(model), len(tokens))
     starts = np.linspace(0, len(tokens) - length, windows).round().astype(int).tolist()
-    told = progress or (lambda done: None)
+    tell = progress or (lambda done: None)
     nats = losses = np.zeros(1)
     made: Errors | None = None
     for i, start in enumerate(starts):
         window = mx.array([tokens[start : start + length]])
         if made is None or start != starts[i - 1]:
             made = Errors(model, window, policy)
-        told((i + 0.5) / windows)
+        tell((i + 0.5) / windows)
         labels = mx.random.categorical(made.logits.astype(mx.float32), key=mx.random.key(i))
         try:
             nats = nats + nats_felt(model, window, labels, made.errors, made.kv_heads)
@@ -89,7 +89,7 @@ def sensitivities(
             # MLX: "[Primitive::vjp] Not implemented", or a kernel without a gradient.
             return None
         losses = losses + made.losses
-        told((i + 1) / windows)
+        tell((i + 1) / windows)
     # A head that made no error at all is as sensitive as the others are together.
     usual = np.sum(nats) / max(np.sum(losses), np.finfo(float).tiny)
     return np.divide(nats, losses, out=np.full_like(nats, usual), where=losses > 0)
@@ -109,15 +109,15 @@ class Errors:
         slots = max(window.shape[1] // TOKENS_A_SLOT, SMALLEST_BUDGET, policy.least_budget())
         watcher = Watcher()
         self.errors: list[mx.array] = []
-        found: list[np.ndarray] = []
+        by_layer: list[np.ndarray] = []
 
         def looking(index: int) -> LookingCache:
-            return Limited(policy, slots, watcher, self.errors, found)
+            return Limited(policy, slots, watcher, self.errors, by_layer)
 
         self.logits = looked_through(model, window, watcher, looking)
         mx.eval(self.logits)
-        self.losses = np.concatenate(found)
-        self.kv_heads = [len(of_layer) for of_layer in found]
+        self.losses = np.concatenate(by_layer)
+        self.kv_heads = [len(of_layer) for of_layer in by_layer]
 
 
 class Limited(LookingCache):

@@ -141,11 +141,11 @@ def compress_into(
         entry.resize([count + room for count in slots])
         entry.hold(*reading.rows[i], reading.worths[i], reading.rates[i], room)
         if fits[i]:
-            entry.fit_values(*reading.rows[i], reading.asked[i])
+            entry.fit_values(*reading.rows[i], reading.calls[i])
     if steps:
         distillation.distil(model, tokenizer, tokens, reading.caches, bounded, steps, tell)
-    held = iter(bounded)
-    return [replaced(entry, lambda: next(held)) for entry in reading.caches]
+    caches = iter(bounded)
+    return [replaced(entry, lambda: next(caches)) for entry in reading.caches]
 
 
 def _kept_slots(

@@ -83,8 +83,8 @@ class Kept:
         for run in layer.runs:
             fields, lacking = layer.store.views(run), most - run.length
             for name, of_name in rows.items():
-                held = dense(layer.packing.rows(name, fields)).astype(mx.float32)[0]
-                of_name.append(mx.pad(held, [(0, 0), (0, lacking), (0, 0)]))
+                near_rows = dense(layer.packing.rows(name, fields)).astype(mx.float32)[0]
+                of_name.append(mx.pad(near_rows, [(0, 0), (0, lacking), (0, 0)]))
             there += [[[0.0] * run.length + [NO_ROW] * lacking]] * run.heads
         self.rows = {name: mx.concatenate(of_name) for name, of_name in rows.items()}
         self.there = mx.array(there)
@@ -117,8 +117,8 @@ def rounded(layer: Layer, rows: Rows) -> Rows:
     for name, exact in rows.items():
         own = mx.stop_gradient(exact)
         stored = layer.packing.fields(name, own.astype(layer.types[name].dtype)[None])
-        held = dense(layer.packing.rows(name, stored)).astype(mx.float32)[0]
-        near[name] = exact + held - own
+        near_rows = dense(layer.packing.rows(name, stored)).astype(mx.float32)[0]
+        near[name] = exact + near_rows - own
     return near
 
 
@@ -167,17 +167,17 @@ class LearningCache(Looking):
         later = mx.triu(mx.full((L, L), NO_ROW), k=1)
         own = logits(new["keys"]) + mx.tile(later, (Hq // H, 1))
         columns = [logits(self.rows["keys"]) + self.there, own]
-        seen = [self.rows["values"], new["values"]]
+        parts = [self.rows["values"], new["values"]]
         if settings.remainder:
             rest, orders = self.layer.remainder, settings.saturations(H)
             columns.append(rest.column(q, call.scale, orders, call.softcap).reshape(H, -1, 1))
-            seen.append(rest.mean_value[0, :, None])
+            parts.append(rest.mean_value[0, :, None])
         if call.sinks is not None:
             sinks = mx.repeat(call.sinks.astype(mx.float32).reshape(H, -1), L, axis=1)
             columns.append(sinks[..., None])
-            seen.append(mx.zeros((H, 1, values.shape[-1])))
+            parts.append(mx.zeros((H, 1, values.shape[-1])))
         weights = mx.softmax(mx.concatenate(columns, axis=-1), axis=-1)
-        out = weights @ mx.concatenate(seen, axis=1)
+        out = weights @ mx.concatenate(parts, axis=1)
         return out.reshape(1, Hq, L, -1).astype(call.q.dtype)
 
 
@@ -264,14 +264,14 @@ def lessons(
     ]
     # Side by side: the weights are read once for all of them.
     cache = [type(entry).merge([entry] * CONTINUATIONS) for entry in caches]
-    last, said = mx.repeat(tokens[:, -1:], CONTINUATIONS, axis=0), list[mx.array]()
+    last, drawn_tokens = mx.repeat(tokens[:, -1:], CONTINUATIONS, axis=0), list[mx.array]()
     for key in mx.random.split(mx.random.key(0), LESSON):
         logits = model(last, cache=cache)[:, -1].astype(mx.float32)
         last = mx.random.categorical(logits, key=key)[:, None].astype(tokens.dtype)
         mx.eval(last)
-        said.append(last)
+        drawn_tokens.append(last)
         tell(CONTINUATIONS)
-    together = mx.concatenate(said, axis=1)
+    together = mx.concatenate(drawn_tokens, axis=1)
     written = [Lesson(together[i : i + 1], 0) for i in range(CONTINUATIONS)]
     # One continuation after each so many parts, so that a few steps see both kinds.
     every = max(len(repeated) // CONTINUATIONS, 1)

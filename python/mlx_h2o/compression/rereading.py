@@ -51,7 +51,7 @@ class RereadCache(Looking):
         self._every, self._calls = every, list[AttentionCall]()
 
     @property
-    def asked(self) -> AttentionCall:
+    def calls(self) -> AttentionCall:
         """A call with the queries that were kept."""
         q = mx.concatenate([call.q for call in self._calls], axis=2)
         return self._calls[-1].with_queries(q)
@@ -122,7 +122,7 @@ class Reading:
     rows: list[tuple[mx.array, mx.array]]
     worths: list[mx.array]
     rates: list[mx.array]
-    asked: list[AttentionCall]
+    calls: list[AttentionCall]
 
 
 def read_twice(
@@ -173,8 +173,8 @@ def read_twice(
     queries = T + len(repeat) * -(-T // chunk)
     rates = [one.summed / queries for one in plain]
     rows = [(one.keys, one.values) for one in plain]
-    asked = [one.asked for one in plain] if keeps_queries else []
-    return Reading(caches, rows, [one.most for one in plain], rates, asked)
+    calls = [one.calls for one in plain] if keeps_queries else []
+    return Reading(caches, rows, [one.most for one in plain], rates, calls)
 
 
 def looking_caches(caches: Sequence[Any], plain: Sequence[Looking]) -> list[Any]:

@@ -28,11 +28,11 @@ def settle(
             of a prompt chunk; None after a decode step.
     """
     masses = window_masses or [None] * len(layer.runs)
-    held = list(zip(layer.runs, attended, strict=True))
-    if any(run.budget < fields["positions"].shape[2] for run, fields in held):
+    parts_by_run = list(zip(layer.runs, attended, strict=True))
+    if any(run.budget < fields["positions"].shape[2] for run, fields in parts_by_run):
         worths = [
             _worth(layer, run, fields, mass)
-            for (run, fields), mass in zip(held, masses, strict=True)
+            for (run, fields), mass in zip(parts_by_run, masses, strict=True)
         ]
         parts = zip(layer.runs, attended, worths, strict=True)
         layer.keep([_reduced(layer, run, fields, worth) for run, fields, worth in parts])
@@ -48,13 +48,13 @@ def choose_victims(layer: Layer) -> None:
     due = [run for run in layer.runs if run.length == run.budget and not run.victims]
     if not due:
         return
-    store, named = layer.store, layer.victims
+    store, victims = layer.store, layer.victims
     chosen = []
     for run in layer.runs:
         if run in due:
             chosen.append(_victims(layer, run, store.views(run)))
-        elif named is not None:
-            chosen.append(named[:, run.first : run.last])
+        elif victims is not None:
+            chosen.append(victims[:, run.first : run.last])
         else:
             shape = (store.fields["keys"].shape[0], run.heads, layer.policy.evict_every)
             chosen.append(mx.zeros(shape, mx.int32))
@@ -125,11 +125,11 @@ def hold_best(
         worths: For each run, the worth of its rows, `[B, heads, N]`.
         room: Slots of each head that stay free for later tokens.
     """
-    kept = []
+    best = []
     for run, fields, worth in zip(layer.runs, attended, worths, strict=True):
         may_go = fields["positions"] >= layer.policy.sink
-        kept.append(_best(layer, run, fields, worth, run.budget - room, may_go))
-    layer.keep(kept)
+        best.append(_best(layer, run, fields, worth, run.budget - room, may_go))
+    layer.keep(best)
     choose_victims(layer)
 
 
@@ -163,13 +163,13 @@ def _best(
     if count >= positions.shape[2]:
         return fields
     worth, unit = agreed(layer.settings, worth), layer.policy.unit
-    kept = selection.select_kept(worth, true_positions(positions), may_go, count, unit)
+    best = selection.select_kept(worth, true_positions(positions), may_go, count, unit)
     if layer.settings.remembers:
-        dropped = mx.put_along_axis(mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1)
+        dropped = mx.put_along_axis(mx.ones(positions.shape), best, mx.zeros(best.shape), axis=-1)
         for i in range(run.heads):
             layer.fold(_head(fields, i), dropped[:, i : i + 1], run.first + i)
     return {
-        name: mx.take_along_axis(field, kept.reshape(*kept.shape, *[1] * (field.ndim - 3)), axis=2)
+        name: mx.take_along_axis(field, best.reshape(*best.shape, *[1] * (field.ndim - 3)), axis=2)
         for name, field in fields.items()
     }
 

@@ -47,11 +47,11 @@ class RowType(NamedTuple):
 
     def require(self, name: str, rows: mx.array) -> None:
         """Raise ValueError unless rows are of this type."""
-        come = RowType.of(rows)
-        if come != self:
+        new = RowType.of(rows)
+        if new != self:
             raise ValueError(
                 f"This cache holds {name} of (batch, heads, width, dtype) {tuple(self)}; "
-                f"the new ones are {tuple(come)}."
+                f"the new ones are {tuple(new)}."
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -173,22 +173,22 @@ class Layer:
         return self.array_bytes + self.journal.nbytes + beside
 
     @property
-    def recently_held(self) -> int:
+    def window_length(self) -> int:
         """Tokens in the recent window."""
         return self.window.length if self.window else 0
 
     @property
-    def held(self) -> int:
+    def length(self) -> int:
         """Tokens held by the head that holds the most."""
-        return self.recently_held + max(run.length for run in self.runs)
+        return self.window_length + max(run.length for run in self.runs)
 
     def lost(self, run: Run) -> int:
         """Tokens that each head of a run has evicted."""
-        return self.offset - run.length - self.recently_held
+        return self.offset - run.length - self.window_length
 
     def lost_beside(self, attended: Fields) -> int:
         """The same for a run that attends to slots with these fields, some beyond its budget."""
-        return self.offset - self.recently_held - int(attended["positions"].shape[2])
+        return self.offset - self.window_length - int(attended["positions"].shape[2])
 
     @property
     def slots_are_next(self) -> bool:
@@ -374,8 +374,8 @@ class Layer:
         """Apply the pins of other settings, otherwise equal; earlier steps cannot be taken back."""
         self.journal.clear()
         if (store := self.store).fields:
-            held = [store.view(run, "positions") for run in store.runs]
-            store.write("positions", [stored_positions(of_run, settings.pins) for of_run in held])
+            length = [store.view(run, "positions") for run in store.runs]
+            store.write("positions", [stored_positions(of_run, settings.pins) for of_run in length])
         self.settings = settings
         self.forget_victims()
 

@@ -153,9 +153,9 @@ def restored(
     arrays = _with_value_lengths(arrays, policy, packing)
     newest = config["offset"] - (numbers["length"] if numbers else 0)
     saved_state.check_indices(arrays, runs, config["reserved"], settings, newest)
-    held = _under("slots.", arrays)
-    held["positions"] = held["positions"].astype(position_dtype(config["offset"]))
-    store = _store_class(settings).of(runs, config["reserved"], held)
+    fields = _under("slots.", arrays)
+    fields["positions"] = fields["positions"].astype(position_dtype(config["offset"]))
+    store = _store_class(settings).of(runs, config["reserved"], fields)
     window = None
     if numbers:
         window = window_of(settings, numbers["size"])
@@ -207,11 +207,11 @@ def _types_and_widths(
     """The row types and widths of a store's rows before they are packed."""
     types, widths, sizes = {}, [], []
     for name in ("keys", "values"):
-        held = settings.packing.rows(name, store.fields)
-        batch, _, width = held.shape
-        types[name] = RowType(batch, store.heads, width, held.dtype)
+        fields = settings.packing.rows(name, store.fields)
+        batch, _, width = fields.shape
+        types[name] = RowType(batch, store.heads, width, fields.dtype)
         widths.append(width)
-        sizes.append(held.dtype.size)
+        sizes.append(fields.dtype.size)
     return types, _row_widths(settings, widths[0], widths[1], sizes[0], sizes[1])
 
 

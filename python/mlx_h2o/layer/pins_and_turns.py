@@ -45,12 +45,12 @@ class PinAnswer:
     def of_all(cls, answers: Iterable[PinAnswer]) -> PinAnswer:
         """The result for several layers together."""
         whole, *others = answers
-        asked = joined((*whole.pinned, *whole.partly, *whole.gone))
+        spans = joined((*whole.pinned, *whole.partly, *whole.gone))
         pinned, gone = whole.pinned, whole.gone
         for other in others:
             pinned = without(pinned, (*other.partly, *other.gone))
             gone = without(gone, (*other.pinned, *other.partly))
-        return cls(pinned, without(asked, (*pinned, *gone)), gone)
+        return cls(pinned, without(spans, (*pinned, *gone)), gone)
 
 
 def repin(layer: Layer, settings: CacheSettings) -> None:
@@ -70,17 +70,17 @@ def repin(layer: Layer, settings: CacheSettings) -> None:
         eviction.choose_victims(layer)
 
 
-def answer_of(layer: Layer, asked: Sequence[Span]) -> PinAnswer:
+def answer_of(layer: Layer, spans: Sequence[Span]) -> PinAnswer:
     """The result of pinning positions, given what the heads hold."""
-    come = [(first, min(end, layer.offset)) for first, end in asked if first < layer.offset]
-    wanted = np.array([p for first, end in come for p in range(first, end)], np.int64)
+    stored = [(first, min(end, layer.offset)) for first, end in spans if first < layer.offset]
+    wanted = np.array([p for first, end in stored for p in range(first, end)], np.int64)
     if not wanted.size:
-        return PinAnswer(tuple(asked))
+        return PinAnswer(tuple(spans))
     counts = _heads_that_hold(layer, wanted)
     heads = layer.runs[-1].last * layer.store.fields["positions"].shape[0]
     gone = spans_of(wanted[counts == 0].tolist())
     partly = spans_of(wanted[(counts > 0) & (counts < heads)].tolist())
-    return PinAnswer(without(asked, (*partly, *gone)), partly, gone)
+    return PinAnswer(without(spans, (*partly, *gone)), partly, gone)
 
 
 def _heads_that_hold(layer: Layer, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -88,11 +88,11 @@ def _heads_that_hold(layer: Layer, wanted: NDArray[np.int64]) -> NDArray[np.int6
     store = layer.store
     counts = np.zeros(wanted.shape, np.int64)
     for run in store.runs:
-        held = np.array(true_positions(store.view(run, "positions"))).reshape(-1, run.length)
-        for row in held:
+        positions = np.array(true_positions(store.view(run, "positions"))).reshape(-1, run.length)
+        for row in positions:
             counts += np.isin(wanted, row)
-        newest = layer.offset - layer.recently_held
-        counts += len(held) * (wanted >= newest)
+        newest = layer.offset - layer.window_length
+        counts += len(positions) * (wanted >= newest)
     return counts
 
 
@@ -136,8 +136,8 @@ def new_turn(layer: Layer, carry: float) -> None:
 
     def carried(scores: mx.array, positions: mx.array) -> mx.array:
         ages, ages_after = (
-            (layer.offset - mx.maximum(positions, begun)).astype(mx.float32)
-            for begun in (before, after)
+            (layer.offset - mx.maximum(positions, start)).astype(mx.float32)
+            for start in (before, after)
         )
         return layer.policy.carried(scores, ages, ages_after, carry)
 

@@ -202,7 +202,7 @@ def _change(
     spill, settings = layer.spill, back.settings
     assert spill is not None
     slots = np.array(true_positions(fields["positions"]))[0]
-    recent = np.arange(layer.offset - layer.recently_held, layer.offset)
+    recent = np.arange(layer.offset - layer.window_length, layer.offset)
     present = [np.concatenate([of_head, recent]) for of_head in slots]
     end = spill.available // PAGE * PAGE
     absent = min(end - int((of_head < end).sum()) for of_head in present)
@@ -275,7 +275,7 @@ def _candidates(
     back.rows_read += len(at)
     assert layer.spill is not None
     rows = layer.spill.rows(head, at)
-    logits = probe.logits(head, _seen_at(layer, np.array(_keys_of(layer, rows)), at, present))
+    logits = probe.logits(head, _visible_at(layer, np.array(_keys_of(layer, rows)), at, present))
     absent = ~np.isin(at, present)
     # Absent rows would have their part of the softmax, as those that are held have.
     of_absent = np.where(absent, logits, -np.inf)
@@ -326,14 +326,14 @@ def _pages_read(
             digests = digests[: part.stop - first]
             keys = digests["keys"].astype(np.float32) * digests["scale"][:, None, None]
             at = np.arange(part.start * PAGE, part.stop * PAGE)
-            seen = _seen_at(layer, keys.reshape(-1, width), at, present)
-            masses = (probe.logits(head, seen) - probe.logsums[head]).max(axis=0)
+            visible = _visible_at(layer, keys.reshape(-1, width), at, present)
+            masses = (probe.logits(head, visible) - probe.logsums[head]).max(axis=0)
             masses = np.where(candidates[part], masses.reshape(-1, PAGE), -np.inf)
             estimates[part] = masses.max(axis=1)
     return sorted(pages_to_read(estimates, lost, back.settings.pages, most))
 
 
-def _seen_at(layer: Layer, keys: Array, positions: Array, present: Array) -> Array:
+def _visible_at(layer: Layer, keys: Array, positions: Array, present: Array) -> Array:
     """Keys `[M, D]` as queries would see them, were their rows held.
 
     With rolling positions each is turned by the tokens after it that the head has forgotten, as the

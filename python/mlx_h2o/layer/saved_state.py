@@ -47,12 +47,12 @@ def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
     Raises:
         ValueError: A part of it is missing, or its numbers are invalid.
     """
-    found = [arrays[name] for name in FRAME if name in arrays]
-    if not found:
+    frame = [arrays[name] for name in FRAME if name in arrays]
+    if not frame:
         return None, arrays
-    if len(found) < len(FRAME) or any(part.dtype != mx.float32 for part in found):
+    if len(frame) < len(FRAME) or any(part.dtype != mx.float32 for part in frame):
         raise ValueError(f"A frame is {' and '.join(FRAME)}, both float32.")
-    return Frame(*found), {name: x for name, x in arrays.items() if name not in FRAME}
+    return Frame(*frame), {name: x for name, x in arrays.items() if name not in FRAME}
 
 
 def used_only(arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
@@ -171,7 +171,7 @@ def checked_runs(
     if (reserved in PLAIN_ROWS) != (config["remainder"] and not attending) or reserved > 8:
         raise ValueError(f"reserved={reserved} does not go with attending={attending}.")
     recent = window or {"size": 0, "length": 0}
-    held = config["offset"] - recent["length"]
+    ordered = config["offset"] - recent["length"]
     runs: list[Run] = []
     head = start = 0
     for numbers in config["runs"]:
@@ -182,7 +182,7 @@ def checked_runs(
             (run.first, run.start) != (head, start)
             or run.last <= run.first
             or not run.length + reserved <= run.allocated <= run.budget + reserved
-            or run.length > held
+            or run.length > ordered
             or run.victims > policy.evict_every
             or (run.victims and not full)
             or (chosen and not run.victims)
@@ -354,9 +354,11 @@ def check_indices(
     victims = np.array(arrays["victims"]) if "victims" in arrays else None
     for run in runs:
         shape = (len(positions), run.heads, run.allocated)
-        held = positions[:, run.start : run.start + run.heads * run.allocated].reshape(shape)
-        held = np.sort(held[..., reserved : reserved + run.length], axis=-1)
-        if held.size and (held.min() < 0 or held.max() >= newest or not np.diff(held).all()):
+        ordered = positions[:, run.start : run.start + run.heads * run.allocated].reshape(shape)
+        ordered = np.sort(ordered[..., reserved : reserved + run.length], axis=-1)
+        if ordered.size and (
+            ordered.min() < 0 or ordered.max() >= newest or not np.diff(ordered).all()
+        ):
             raise ValueError("Slots hold tokens that never came, or one of them twice.")
         if run.victims:
             assert victims is not None

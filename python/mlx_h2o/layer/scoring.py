@@ -28,7 +28,7 @@ from mlx_h2o.slots.softmax import block_of
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunResult:
     """The result of attention over one run of heads.
 
     Attributes:
@@ -45,7 +45,7 @@ class Seen:
     window_mass: mx.array | None
 
 
-def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen:
+def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> RunResult:
     """Attend with a run's queries to its slots, the recent window and the remainder.
 
     Args:
@@ -75,10 +75,10 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         remainder,
         saturation,
         aged_from=layer.aged_from,
-    ).seen(fields)
+    ).result(fields)
 
 
-def mean_of(rounds: Sequence[Seen]) -> Seen:
+def mean_of(rounds: Sequence[RunResult]) -> RunResult:
     """The mean over several layers that attended to the same rows.
 
     A slot's mass is a mean over query heads, so the result is as if all were heads of one layer.
@@ -87,13 +87,13 @@ def mean_of(rounds: Sequence[Seen]) -> Seen:
     first = rounds[0]
     fields = first.fields
     if "scores" in fields:
-        fields = {**fields, "scores": _mean([seen.fields["scores"] for seen in rounds])}
+        fields = {**fields, "scores": _mean([one.fields["scores"] for one in rounds])}
     newest, mass = first.newest_scores, first.window_mass
     if newest is not None:
-        newest = _mean([seen.newest_scores for seen in rounds])
+        newest = _mean([one.newest_scores for one in rounds])
     if mass is not None:
-        mass = _mean([seen.window_mass for seen in rounds])
-    return Seen(rounds[-1].out, fields, newest, mass)
+        mass = _mean([one.window_mass for one in rounds])
+    return RunResult(rounds[-1].out, fields, newest, mass)
 
 
 def _mean(arrays: Sequence[mx.array | None]) -> mx.array:
@@ -103,7 +103,7 @@ def _mean(arrays: Sequence[mx.array | None]) -> mx.array:
 
 def observe_derived(
     layer: Layer, call: AttentionCall, fields: Fields, keys: mx.array, values: mx.array
-) -> Seen:
+) -> RunResult:
     """Attend to keys and values `[B, Hk, N, ...]` that a model derived from a layer's rows.
 
     Args:
@@ -115,12 +115,12 @@ def observe_derived(
     """
     heads = layer.runs[0].heads
     of_layer = (heads, layer.offset, None)
-    looked = _Attention(
+    attention = _Attention(
         *(layer.policy, call, keys, values, fields, *of_layer),
         own=False,
         aged_from=layer.aged_from,
     )
-    return looked.seen(fields)
+    return attention.result(fields)
 
 
 @dataclass(frozen=True)
@@ -153,22 +153,22 @@ class _Attention:
     own: bool = True
     aged_from: int = 0
 
-    def seen(self, fields: Fields) -> Seen:
+    def result(self, fields: Fields) -> RunResult:
         """Attend block by block and accumulate scores; `fields` are the slots'."""
         L, N = self.call.q.shape[2], self.keys.shape[2]
-        looks = self.policy.needs_attention
-        windowed = looks and L > 1 and self.policy.prompt == "window"
+        observes = self.policy.needs_attention
+        windowed = observes and L > 1 and self.policy.prompt == "window"
         # Earlier queries only attend; the policy does not observe them.
-        first_seen = (L - min(self.policy.window, L)) if windowed else (0 if looks else L)
+        first_observed = (L - min(self.policy.window, L)) if windowed else (0 if observes else L)
         outs = []
-        if first_seen:
-            outs.append(scaled_dot_product_attention(**self._operands(0, first_seen)[1]))
+        if first_observed:
+            outs.append(scaled_dot_product_attention(**self._operands(0, first_observed)[1]))
         scores, window_mass = self.ranked.get("scores"), None
         # A window is one block, and so is a call without logits to observe.
         step = L if windowed or self.policy.sums_mass else QUERY_BLOCK
-        for start in range(first_seen, L, step):
+        for start in range(first_observed, L, step):
             end = min(start + step, L)
-            out, n_keys, observation = self._look(start, end)
+            out, n_keys, observation = self._observe(start, end)
             outs.append(out)
             assert scores is not None
             if windowed:
@@ -180,12 +180,12 @@ class _Attention:
             scores = mx.concatenate([part, rest], axis=-1) if rest.size else part
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
         if scores is None:
-            return Seen(out, fields, None, window_mass)
-        kept = fields["positions"].shape[2]
-        fields = {**fields, "scores": scores[..., :kept]}
-        return Seen(out, fields, scores[..., kept:], window_mass)
+            return RunResult(out, fields, None, window_mass)
+        slots = fields["positions"].shape[2]
+        fields = {**fields, "scores": scores[..., :slots]}
+        return RunResult(out, fields, scores[..., slots:], window_mass)
 
-    def _look(self, start: int, end: int) -> tuple[mx.array, int, Observation]:
+    def _observe(self, start: int, end: int) -> tuple[mx.array, int, Observation]:
         """Attend with queries start to end - 1: output, keys, observation."""
         n_keys, operands = self._operands(start, end)
         observation: Observation
@@ -220,7 +220,7 @@ class _Attention:
 
 
 def mass_of_window(
-    policy: Policy, seen: Observation, fields: Fields, offset: int, L: int, aged_from: int
+    policy: Policy, observation: Observation, fields: Fields, offset: int, L: int, aged_from: int
 ) -> mx.array:
     """Mass of the last `window` queries of the whole prompt, `[B, H, N]`.
 
@@ -229,7 +229,7 @@ def mass_of_window(
 
     Args:
         policy: The layer's policy.
-        seen: The observation of the last queries.
+        observation: The observation of the last queries.
         fields: The fields of the rows attended to.
         offset: The next logical position.
         L: Queries of the chunk.
@@ -237,10 +237,10 @@ def mass_of_window(
     """
     missing = policy.window - L
     if missing <= 0:
-        return seen.mass
-    begun = mx.maximum(true_positions(fields["positions"]), aged_from)
-    ages = mx.maximum(offset - L - begun, 1).astype(mx.float32)
-    return seen.mass + missing * policy.mean_mass(fields["scores"], ages)
+        return observation.mass
+    births = mx.maximum(true_positions(fields["positions"]), aged_from)
+    ages = mx.maximum(offset - L - births, 1).astype(mx.float32)
+    return observation.mass + missing * policy.mean_mass(fields["scores"], ages)
 
 
 def stands_for(L: int, N: int, window: int) -> mx.array:

@@ -20,7 +20,7 @@ from mlx_h2o.layer import eviction, fused_case
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.return_state import ReturnState
 from mlx_h2o.layer.returning import bring_back, is_due
-from mlx_h2o.layer.scoring import Seen, mean_of, observe, observe_derived
+from mlx_h2o.layer.scoring import RunResult, mean_of, observe, observe_derived
 from mlx_h2o.slots.journal import single_steps
 from mlx_h2o.slots.pins import is_pinned
 from mlx_h2o.slots.slot_store import Fields
@@ -88,7 +88,7 @@ def grow(layer: Layer, length: int) -> None:
 
 def attend_to_shared(
     layer: Layer, call: AttentionCall, attended: Sequence[Fields]
-) -> tuple[mx.array, list[Seen]]:
+) -> tuple[mx.array, list[RunResult]]:
     """Attend with one of several layers that share their rows; nothing is evicted yet.
 
     Args:
@@ -103,11 +103,11 @@ def attend_to_shared(
         ValueError: The call does not fit the rows.
     """
     _check_frame(layer, call)
-    seen = _observed(layer, call, attended)
-    return _output(seen), seen
+    results = _observed(layer, call, attended)
+    return _output(results), results
 
 
-def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[mx.array]:
+def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[RunResult]]) -> list[mx.array]:
     """Choose the tokens to evict when all sharing layers have attended to the same rows.
 
     Args:
@@ -117,7 +117,7 @@ def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[
     Returns:
         Arrays to evaluate with an output of this step.
     """
-    _evicting(layer, [mean_of([seen[i] for seen in rounds]) for i in range(len(layer.runs))])
+    _evicting(layer, [mean_of([results[i] for results in rounds]) for i in range(len(layer.runs))])
     return layer.side_state()
 
 
@@ -201,13 +201,13 @@ def attend_to_derived(
     return _evicting(layer, [observe_derived(layer, call, attended[0], k, v)])
 
 
-def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
+def _evicting(layer: Layer, results: Sequence[RunResult]) -> mx.array:
     """The output of all runs; first the observations decide which tokens are evicted."""
-    newest = [of_run.newest_scores for of_run in seen if of_run.newest_scores is not None]
+    newest = [of_run.newest_scores for of_run in results if of_run.newest_scores is not None]
     if layer.window is not None and newest:
         layer.write_newest_scores(mx.concatenate(newest, axis=1))
-    eviction.settle(layer, [of_run.fields for of_run in seen], [s.window_mass for s in seen])
-    return _tied(_output(seen), layer.side_state())
+    eviction.settle(layer, [of_run.fields for of_run in results], [s.window_mass for s in results])
+    return _tied(_output(results), layer.side_state())
 
 
 def _tied(out: mx.array, arrays: Sequence[mx.array]) -> mx.array:
@@ -216,7 +216,7 @@ def _tied(out: mx.array, arrays: Sequence[mx.array]) -> mx.array:
     return tied
 
 
-def _observed(layer: Layer, call: AttentionCall, attended: Sequence[Fields]) -> list[Seen]:
+def _observed(layer: Layer, call: AttentionCall, attended: Sequence[Fields]) -> list[RunResult]:
     """Each run's observations over its rows; queries get the layer's key scaling (`Frame`)."""
     frame = layer.settings.frame
     if frame is not None:
@@ -225,9 +225,9 @@ def _observed(layer: Layer, call: AttentionCall, attended: Sequence[Fields]) -> 
     return [observe(layer, run, call, fields) for run, fields in runs]
 
 
-def _output(seen: Sequence[Seen]) -> mx.array:
+def _output(results: Sequence[RunResult]) -> mx.array:
     """The output of all runs, `[B, Hq, L, Dv]`."""
-    outs = [of_run.out for of_run in seen]
+    outs = [of_run.out for of_run in results]
     return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 
 
@@ -245,7 +245,7 @@ def _check_frame(layer: Layer, call: AttentionCall) -> None:
 def _token_by_token(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
     """Process a chunk that can be taken back as single steps."""
     outs = []
-    for i, column in enumerate(single_steps(call.mask, k.shape[2], not layer.held)):
+    for i, column in enumerate(single_steps(call.mask, k.shape[2], not layer.length)):
         token = slice(i, i + 1)
         one = call.token(i, column)
         outs.append(update_and_attend(layer, one, k[:, :, token], v[:, :, token]))

@@ -34,7 +34,7 @@ MOST_QUERIES = 4096
 BLOCK = 512
 
 
-def fit_values(layer: Layer, keys: mx.array, values: mx.array, asked: AttentionCall) -> None:
+def fit_values(layer: Layer, keys: mx.array, values: mx.array, call: AttentionCall) -> None:
     """Fit the values that a layer keeps of a prompt.
 
     Args:
@@ -44,42 +44,45 @@ def fit_values(layer: Layer, keys: mx.array, values: mx.array, asked: AttentionC
         asked: Queries of the second reading `[B, Hq, n, D]`, with the attention's scale and cap.
     """
     B, H = keys.shape[:2]
-    frame, q = layer.settings.frame, asked.q
+    frame, q = layer.settings.frame, call.q
     if frame is not None:  # a query's logits all move alike, so weights stay
         keys, q = frame.enter(keys), frame.enter_queries(q)
     columns = mx.full((B, H, q.shape[1] // H * q.shape[2], 1), -mx.inf)
     means = mx.zeros((B, H, 1, values.shape[-1]))
     if layer.settings.remainder:
         rest, orders = layer.remainder, layer.settings.saturations(H)
-        columns = rest.column(q, asked.scale, orders, asked.softcap).reshape(columns.shape)
+        columns = rest.column(q, call.scale, orders, call.softcap).reshape(columns.shape)
         means = rest.mean_value[:, :, None]
-    queries = (q.astype(mx.float32) * asked.scale).reshape(B, H, columns.shape[2], -1)
+    queries = (q.astype(mx.float32) * call.scale).reshape(B, H, columns.shape[2], -1)
     fitted = []
     for run in layer.runs:
         fields = layer.store.views(run)
-        kept = [
+        stored = [
             dense(layer.packing.rows(name, fields)).astype(mx.float32)
             for name in ("keys", "values")
         ]
         new = [
             _head(
                 (queries[at], columns[at], means[at]),
-                (kept[0][b, h], kept[1][b, h]),
+                (stored[0][b, h], stored[1][b, h]),
                 (keys[at].astype(mx.float32), values[at].astype(mx.float32)),
-                asked.softcap,
+                call.softcap,
             )
             for b in range(B)
             for h in range(run.heads)
             for at in ((b, run.first + h),)
         ]
-        rows = mx.array(np.stack(new)).reshape(kept[1].shape)
+        rows = mx.array(np.stack(new)).reshape(stored[1].shape)
         fitted.append(layer.packing.fields("values", rows.astype(layer.types["values"].dtype)))
     for name in fitted[0]:
         layer.store.write(name, [fields[name] for fields in fitted])
 
 
 def _head(
-    asking: Sequence[mx.array], kept: Sequence[mx.array], whole: Sequence[mx.array], softcap: float
+    asking: Sequence[mx.array],
+    stored: Sequence[mx.array],
+    whole: Sequence[mx.array],
+    softcap: float,
 ) -> npt.NDArray[np.float32]:
     """One head's values `[S, Dv]`.
 
@@ -92,12 +95,14 @@ def _head(
     weights, wanted = [], []
     for first in range(0, len(asking[0]), BLOCK):
         some, rest = (part[first : first + BLOCK] for part in asking[:2])
-        of_kept = mx.concatenate([softcapped(some @ kept[0].T, softcap), rest], axis=1)
+        of_kept = mx.concatenate([softcapped(some @ stored[0].T, softcap), rest], axis=1)
         of_kept = mx.softmax(of_kept, axis=1)
         of_all = mx.softmax(softcapped(some @ whole[0].T, softcap), axis=1)
         weights.append(np.array(of_kept[:, :-1]))
         wanted.append(np.array(of_all @ whole[1] - of_kept[:, -1:] @ asking[2]))
-    return least_squares(np.concatenate(weights), np.concatenate(wanted), np.array(kept[1]), RIDGE)
+    return least_squares(
+        np.concatenate(weights), np.concatenate(wanted), np.array(stored[1]), RIDGE
+    )
 
 
 def least_squares(

@@ -64,10 +64,12 @@ def _install_without_a_size(options: CacheOptions) -> None:
     Raises:
         ValueError: Options were given that need a size.
     """
-    named = [name for name, value in options.items() if value != DEFAULTS.get(name)]
-    if named:
-        near = _checks.suggestion(named[0], ["max_size", *NAMES]) if named[0] not in NAMES else ""
-        raise ValueError(f"install() needs max_size or max_bytes with {', '.join(named)}.{near}")
+    changed = [name for name, value in options.items() if value != DEFAULTS.get(name)]
+    if changed:
+        near = (
+            _checks.suggestion(changed[0], ["max_size", *NAMES]) if changed[0] not in NAMES else ""
+        )
+        raise ValueError(f"install() needs max_size or max_bytes with {', '.join(changed)}.{near}")
     routing.install()
     if _bounded is None:
         warnings.warn(UNBOUNDED, NothingBounded, stacklevel=3)

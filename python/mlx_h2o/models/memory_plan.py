@@ -140,10 +140,10 @@ def planned_memory(
     reading, one, seen, used = _beside(model, settings, chunk, pairs)
     grown = sum(_grown(entry, most, seen) for entry, most in zip(used, spans, strict=True))
     notes = (f"{len(others)} {OWN}",) if others else ()
-    held = weights + kv + grown
+    active = weights + kv + grown
     full = sum(map(plain_bytes, layer_kinds(model))) * prompt + grown
     return MemoryPlan(
-        weights, kv + grown, full, held + kv + reading, held + one, prompt, chunk, notes
+        weights, kv + grown, full, active + kv + reading, active + one, prompt, chunk, notes
     )
 
 
@@ -230,8 +230,8 @@ def _taken(model: nn.Module, caches: Sequence[Any], length: int) -> int:
     mx.reset_peak_memory()
     model(mx.zeros((1, length), mx.int32), cache=caches)
     mx.eval([entry.state for entry in caches])
-    most, held = mx.get_peak_memory(), mx.get_active_memory()
-    return max(most - max(held, before), 0)
+    most, active = mx.get_peak_memory(), mx.get_active_memory()
+    return max(most - max(active, before), 0)
 
 
 def _most_rows(entry: Any, tokens: int, chunk: int) -> int:

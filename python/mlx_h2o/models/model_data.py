@@ -115,7 +115,7 @@ def _key_scaling(
     """
     if settings.packing.k_bits is None and not settings.chooses_bits:
         return None
-    known = found_frames(identity, profile)
-    if known is not None or not settings.chooses_bits or settings.measures == "never":
-        return known
+    stored = found_frames(identity, profile)
+    if stored is not None or not settings.chooses_bits or settings.measures == "never":
+        return stored
     return made_frames(model, identity) if measurable else None

@@ -102,14 +102,14 @@ def _in_bytes(
     Raises:
         ValueError: The tokens to which the share refers are not known.
     """
-    known = settings.context or layers[0].context
-    if known is None:
+    context = settings.context or layers[0].context
+    if context is None:
         raise ValueError(
             "A share of a 16-bit cache needs the tokens to which it refers, which caches from a "
             "file do not know: give context, or max_bytes as a number."
         )
     whole = sum(map(plain_bytes, shares)) * layers[0].settings.ranks
-    return settings.in_bytes(whole, known)
+    return settings.in_bytes(whole, context)
 
 
 def _follow(layers: Sequence[BoundedKVCache], new: Sequence[CacheSettings]) -> None:

@@ -244,12 +244,12 @@ class Policy:
         """
         return None
 
-    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
+    def accumulate(self, scores: mx.array, observation: Observation) -> mx.array:
         """Scores `[B, H, N]` after an observation; new slots start at 0. Here the mass is summed.
 
         Never called for a policy that needs no attention.
         """
-        return scores + seen.mass * seen.stands_for
+        return scores + observation.mass * observation.stands_for
 
     @property
     def sums_mass(self) -> bool:
@@ -433,12 +433,12 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
         cls = type(policy)
     else:
         raise ValueError(f"policy must be a name or a Policy; got {_checks.shown(policy)}.")
-    known = [f.name for f in fields(cls)]
-    unknown = sorted(set(settings) - set(known))
+    names = [f.name for f in fields(cls)]
+    unknown = sorted(set(settings) - set(names))
     if unknown:
         raise ValueError(
-            f"Policy {cls.name!r} has no field {', '.join(unknown)}; it has {', '.join(known)}."
-            f"{_checks.suggestion(unknown[0], known)}"
+            f"Policy {cls.name!r} has no field {', '.join(unknown)}; it has {', '.join(names)}."
+            f"{_checks.suggestion(unknown[0], names)}"
         )
     if isinstance(policy, str):
         return cls(**{**preset, **settings})

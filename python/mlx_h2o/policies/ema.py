@@ -29,8 +29,8 @@ class EMA(Policy):
     def kernel_policy(self) -> KernelPolicy | None:
         return KernelPolicy("ema", "score", decay=self.decay)
 
-    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
-        for query in seen.per_query():
+    def accumulate(self, scores: mx.array, observation: Observation) -> mx.array:
+        for query in observation.per_query():
             scores = self.decay * scores + (1 - self.decay) * self.evidence(query)
         return scores
 

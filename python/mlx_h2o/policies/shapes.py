@@ -44,20 +44,20 @@ def check_shapes(policy: Policy, heads: int, key_width: int, value_width: int) -
         evicted=0,
         evicted_mean_key=mx.zeros((1, heads, key_width)),
     )
-    seen: Observation = ObservedMass(scores / N)
+    observation: Observation = ObservedMass(scores / N)
     if not policy.sums_mass:
         logits = mx.zeros((1, heads, 1, N))
-        seen = Observation(logits, mx.logsumexp(logits, axis=-1), heads)
+        observation = Observation(logits, mx.logsumexp(logits, axis=-1), heads)
     windowed = policy.needs_attention and policy.prompt == "window"
-    asked: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "priority": lambda: policy.priority(slots),
         "prompt_priority": lambda: policy.prompt_priority(slots, scores if windowed else None),
     }
     if policy.needs_attention:
-        asked["accumulate"] = lambda: policy.accumulate(scores, seen)
-    for method, ask in asked.items():
+        calls["accumulate"] = lambda: policy.accumulate(scores, observation)
+    for method, call in calls.items():
         try:
-            given = ask()
+            given = call()
         except Exception:
             # Made-up rows are no reason to refuse a policy; a real step would raise again.
             continue
@@ -75,8 +75,8 @@ def require_shape(policy: Policy, method: str, given: object, shape: tuple[int, 
     """
     if isinstance(given, mx.array) and given.shape == shape:
         return
-    found = given.shape if isinstance(given, mx.array) else type(given).__name__
+    what = given.shape if isinstance(given, mx.array) else type(given).__name__
     raise ValueError(
         f"{type(policy).__name__}.{method} of policy {policy.name!r} must give an array "
-        f"[batch, KV heads, slots] of shape {shape}; it gave {found}."
+        f"[batch, KV heads, slots] of shape {shape}; it gave {what}."
     )

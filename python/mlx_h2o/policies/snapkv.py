@@ -42,8 +42,8 @@ class SnapKV(Policy):
     def kernel_policy(self) -> KernelPolicy | None:
         return KernelPolicy("ema", "score", decay=self.decay)
 
-    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
-        for query in seen.per_query():
+    def accumulate(self, scores: mx.array, observation: Observation) -> mx.array:
+        for query in observation.per_query():
             scores = self.decay * scores + (1 - self.decay) * query.mass
         return scores
 

@@ -24,8 +24,8 @@ class TOVA(Policy):
     def kernel_policy(self) -> KernelPolicy | None:
         return KernelPolicy("last", "score")
 
-    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
-        return seen.per_query()[-1].mass
+    def accumulate(self, scores: mx.array, observation: Observation) -> mx.array:
+        return observation.per_query()[-1].mass
 
     def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:
         return scores

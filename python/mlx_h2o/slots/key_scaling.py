@@ -75,12 +75,12 @@ class Frame:
                 centre does not move.
         """
         count = sum(part.shape[0] * part.shape[2] for part in parts)
-        seen = []
+        statistics = []
         for part in parts:
             keys = part.astype(mx.float32)
-            seen.append([keys.sum(axis=(0, 2)), keys.min(axis=(0, 2)), keys.max(axis=(0, 2))])
-            mx.eval(seen[-1])
-        sums, lows, highs = (mx.stack(list(of)) for of in zip(*seen, strict=True))
+            statistics.append([keys.sum(axis=(0, 2)), keys.min(axis=(0, 2)), keys.max(axis=(0, 2))])
+            mx.eval(statistics[-1])
+        sums, lows, highs = (mx.stack(list(of)) for of in zip(*statistics, strict=True))
         centre = sums.sum(axis=0) / count if centred else mx.zeros(sums.shape[1:])
         distance = mx.maximum(highs.max(axis=0) - centre, centre - lows.min(axis=0))
         return cls(centre, mx.maximum(distance, LEAST_SCALE))

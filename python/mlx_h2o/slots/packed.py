@@ -290,8 +290,8 @@ class Packing:
         if self.k_bits == self.v_bits:
             text = f" in {self.k_bits} bits"
         else:
-            named = (("keys", self.k_bits), ("values", self.v_bits))
-            text = " with " + " and ".join(f"{n} in {bits} bits" for n, bits in named if bits)
+            widths = (("keys", self.k_bits), ("values", self.v_bits))
+            text = " with " + " and ".join(f"{n} in {bits} bits" for n, bits in widths if bits)
         if self.recent_bits is None:
             return text
         recent = "unpacked" if self.recent_bits == UNPACKED else f"in {self.recent_bits} bits"

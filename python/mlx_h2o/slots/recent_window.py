@@ -101,11 +101,11 @@ class RecentWindow:
             self._replace(leaving - passing, rows)
         if not parts:
             return None
-        gone = {
+        leaving_rows = {
             name: part if len(parts) == 1 else mx.concatenate([p[name] for p in parts], axis=2)
             for name, part in parts[0].items()
         }
-        return _placed(gone, first_leaving)
+        return _placed(leaving_rows, first_leaving)
 
     def advance(self) -> RecentStep:
         """Make room for one token, whose row a decoder writes."""
@@ -210,7 +210,7 @@ class RecentWindow:
     def resize(self, size: int, offset: int) -> dict[str, mx.array] | None:
         """Change how many tokens it can hold; return the rows that leave, as `push` does."""
         first, leaving = offset - self.length, max(self.length - size, 0)
-        gone = self._left(self._oldest_first(leaving)) if leaving else None
+        leaving_rows = self._left(self._oldest_first(leaving)) if leaving else None
         # Copied: a slice would keep the whole former ring in memory.
         kept = {
             name: mx.contiguous(field[:, :, leaving:])
@@ -218,7 +218,7 @@ class RecentWindow:
         }
         self.fields, self.oldest = kept, 0
         self.size, self.length = size, self.length - leaving
-        return None if gone is None else _placed(gone, first)
+        return None if leaving_rows is None else _placed(leaving_rows, first)
 
     def _oldest_first(self, count: int | None = None) -> dict[str, mx.array]:
         """The oldest `count` tokens, or all."""
@@ -241,8 +241,8 @@ class RecentWindow:
             B, H, L = rows["keys"].shape[:3]
             fields["scores"] = rows.get("scores", mx.zeros((B, H, L)))
         if self._measured:
-            known = rows.get("value_lengths")
-            fields["value_lengths"] = value_lengths(rows["values"]) if known is None else known
+            lengths = rows.get("value_lengths")
+            fields["value_lengths"] = value_lengths(rows["values"]) if lengths is None else lengths
         return fields
 
     def _left(self, fields: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -72,8 +72,8 @@ def put_rows(
     extension = _extension()
     assert extension is not None
     into = [fields[name] for name in rows]
-    kept = [row.astype(field.dtype) for row, field in zip(rows.values(), into, strict=True)]
-    return dict(zip(rows, extension.put_rows(into, index, kept, list(unused)), strict=True))
+    typed = [row.astype(field.dtype) for row, field in zip(rows.values(), into, strict=True)]
+    return dict(zip(rows, extension.put_rows(into, index, typed, list(unused)), strict=True))
 
 
 def is_elsewhere(array: mx.array) -> bool:

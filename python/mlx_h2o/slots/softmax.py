@@ -29,9 +29,9 @@ def join(
     """
     joint = mx.logaddexp(lse, logits)
     finite = mx.where(joint == -mx.inf, 0.0, joint)
-    kept, added = mx.exp(lse - finite)[..., None], mx.exp(logits - finite)[..., None]
+    before, added = mx.exp(lse - finite)[..., None], mx.exp(logits - finite)[..., None]
     value = mx.repeat(values, out.shape[1] // values.shape[1], axis=1)[:, :, None]
-    return (out.astype(mx.float32) * kept + value * added).astype(out.dtype), joint
+    return (out.astype(mx.float32) * before + value * added).astype(out.dtype), joint
 
 
 def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array:

@@ -36,7 +36,7 @@ class Reader(Protocol):
         """Whether its new rows are added to the file."""
 
     @property
-    def held(self) -> list[mx.array]:
+    def pending(self) -> list[mx.array]:
         """The arrays of rows that are not in the file's care yet."""
 
     def give(self) -> None:
@@ -98,9 +98,9 @@ class ConversationRows:
             if len(following) == 1:  # of copies the first that goes on continues the file
                 following[0].give()
 
-    def evaluate_held(self) -> None:
+    def evaluate_pending(self) -> None:
         """Evaluate the rows that wait to be packed: their chunk may go from memory then."""
-        mx.eval([reader.held for readers in self._readers for reader in readers])
+        mx.eval([reader.pending for readers in self._readers for reader in readers])
 
     def fail(self, why: str) -> None:
         """Go on without the file."""
@@ -124,7 +124,7 @@ class ConversationRows:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConversationRows:
         """Copies share the rows that came; before any came, each gets a file of its own."""
-        begun = any(form is not None for form in self._forms) or bool(self._failure)
-        new = self if begun else ConversationRows(self.spill, len(self._forms))
+        in_use = any(form is not None for form in self._forms) or bool(self._failure)
+        new = self if in_use else ConversationRows(self.spill, len(self._forms))
         memo[id(self)] = new
         return new

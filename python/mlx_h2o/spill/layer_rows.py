@@ -38,7 +38,7 @@ PLAIN, ENTERED, PASSING, STORED = "plain", "entered", "passing", "stored"
 MOST_HELD = 2**12
 
 
-class Held(NamedTuple):
+class Pending(NamedTuple):
     """Rows of consecutive positions that are not in the file's care yet.
 
     Attributes:
@@ -51,14 +51,14 @@ class Held(NamedTuple):
     length: int
     fields: Fields
 
-    def part(self, first: int, last: int) -> Held:
+    def part(self, first: int, last: int) -> Pending:
         """Rows first to last - 1."""
         if (first, last) == (0, self.length):
             return self
         cut = {name: rows[:, :, first:last] for name, rows in self.fields.items()}
-        return Held(self.kind, last - first, cut)
+        return Pending(self.kind, last - first, cut)
 
-    def alone(self) -> Held:
+    def alone(self) -> Pending:
         """The same rows in arrays of their own: a slice keeps all of its chunk in memory."""
         own = {name: mx.contiguous(rows) for name, rows in self.fields.items()}
         return self._replace(fields=own)
@@ -90,7 +90,7 @@ class LayerRows:
         self.conversation, self.index = conversation, index
         self._packing, self._frame, self._pack = packing, frame, pack
         self.first = self.offset = 0
-        self._held: list[Held] = []
+        self._pending: list[Pending] = []
         self._follows = True
         conversation.reads(self)
 
@@ -120,12 +120,12 @@ class LayerRows:
         """The arrays of the layer's rows that are not in the file yet, here or given to it."""
         file = self.conversation.file
         given = [] if file is None else file.waiting(self.index)
-        return [*given, *self.held]
+        return [*given, *self.pending]
 
     @property
-    def held(self) -> list[mx.array]:
+    def pending(self) -> list[mx.array]:
         """The arrays of rows that are not in the file's care yet."""
-        return [rows for held in self._held for rows in held.fields.values()]
+        return [rows for pending in self._pending for rows in pending.fields.values()]
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +144,7 @@ class LayerRows:
                 fields; further ones are left out.
         """
         if not self.conversation.well() or not self._follows:
-            self._held = []
+            self._pending = []
             return
         batch, _, count, _ = fields["keys"].shape
         if batch > 1:
@@ -155,12 +155,12 @@ class LayerRows:
             return
         if self.conversation.file is not None:
             self.conversation.file.schedule()
-        elif len(self._held) > MOST_HELD:
+        elif len(self._pending) > MOST_HELD:
             self._stop("some layers got no rows")
             return
         if kind == STORED:
             fields = {name: fields[name] for name in self._names}
-        self._held.append(Held(kind, count, fields))
+        self._pending.append(Pending(kind, count, fields))
         self.offset += count
         if self.conversation.file is None:
             self.conversation.come(self.index, self._form())
@@ -189,7 +189,7 @@ class LayerRows:
             self._stop("some layers got no rows in the first step")
 
     def _stop(self, why: str) -> None:
-        self._held, self._follows = [], False
+        self._pending, self._follows = [], False
         self.conversation.fail(why)
 
     def give(self) -> None:
@@ -199,17 +199,17 @@ class LayerRows:
         if file is None or count <= 0:
             return
         if file.delivered(self.index) != self.first:
-            self._held, self._follows = [], False
+            self._pending, self._follows = [], False
             return
-        taken, self._held = _split(self._held, count)
+        taken, self._pending = _split(self._pending, count)
         file.append(self.index, self.first, self._packed(taken))
         self.first += count
         if count > WAITING and file.complete == self.first:
-            self.conversation.evaluate_held()
+            self.conversation.evaluate_pending()
 
-    def _packed(self, held: list[Held]) -> Fields:
+    def _packed(self, pending: list[Pending]) -> Fields:
         """The fields of rows as slots store them."""
-        stored = [self._stored(kind, fields) for kind, fields in _joined(held)]
+        stored = [self._stored(kind, fields) for kind, fields in _joined(pending)]
         if len(stored) == 1:
             return stored[0]
         return {name: mx.concatenate([f[name] for f in stored], axis=2) for name in stored[0]}
@@ -236,7 +236,7 @@ class LayerRows:
 
     def _form(self) -> LayerForm:
         """The form of the rows held."""
-        one = self._held[0].part(0, 1)
+        one = self._pending[0].part(0, 1)
         fields = self._stored(one.kind, one.fields)
         heads = fields["keys"].shape[1]
         widths = {
@@ -249,11 +249,11 @@ class LayerRows:
 
     def trim(self, offset: int) -> None:
         """Forget the rows from a position on."""
-        while self._held and self.offset > offset:
-            last = self._held.pop()
+        while self._pending and self.offset > offset:
+            last = self._pending.pop()
             self.offset -= last.length
             if offset > self.offset:
-                self._held.append(last.part(0, offset - self.offset))
+                self._pending.append(last.part(0, offset - self.offset))
                 self.offset = offset
         if offset >= self.first:
             return
@@ -292,17 +292,17 @@ class LayerRows:
         late = positions >= self.first
         if file is not None and not late.any():
             return file.rows(self.index, head, positions)
-        held = self._packed(self._held)
-        rows = {name: np.asarray(bits_of(array))[0, head] for name, array in held.items()}
+        pending = self._packed(self._pending)
+        rows = {name: np.asarray(bits_of(array))[0, head] for name, array in pending.items()}
         if file is None or late.all():
             return {name: array[positions - self.first] for name, array in rows.items()}
         early = file.rows(self.index, head, positions[~late])
-        found = {}
+        rows_at = {}
         for name, array in early.items():
-            found[name] = np.empty((len(positions), array.shape[1]), array.dtype)
-            found[name][~late] = array
-            found[name][late] = rows[name][positions[late] - self.first]
-        return found
+            rows_at[name] = np.empty((len(positions), array.shape[1]), array.dtype)
+            rows_at[name][~late] = array
+            rows_at[name][late] = rows[name][positions[late] - self.first]
+        return rows_at
 
     @property
     def digested(self) -> int:
@@ -337,7 +337,7 @@ class LayerRows:
         memo[id(self)] = new
         shared = self.conversation
         new.conversation = memo.get(id(shared)) or copy.deepcopy(shared, memo)
-        new._held = list(self._held)
+        new._pending = list(self._pending)
         new.conversation.reads(new)
         return new
 
@@ -359,10 +359,10 @@ def spilling(
     return [LayerRows(conversation, i, *form, pack) for i, form in enumerate(forms)]
 
 
-def _split(held: list[Held], count: int) -> tuple[list[Held], list[Held]]:
+def _split(pending: list[Pending], count: int) -> tuple[list[Pending], list[Pending]]:
     """The first `count` rows, and the others in arrays of their own."""
-    taken, rest = list[Held](), list[Held]()
-    for one in held:
+    taken, rest = list[Pending](), list[Pending]()
+    for one in pending:
         here = min(one.length, count)
         if here:
             taken.append(one.part(0, here))
@@ -372,10 +372,10 @@ def _split(held: list[Held], count: int) -> tuple[list[Held], list[Held]]:
     return taken, rest
 
 
-def _joined(held: list[Held]) -> list[tuple[str, Fields]]:
+def _joined(pending: list[Pending]) -> list[tuple[str, Fields]]:
     """Rows of the same kind that follow each other, together."""
     groups: list[tuple[str, list[Fields]]] = []
-    for kind, _, fields in held:
+    for kind, _, fields in pending:
         if groups and groups[-1][0] == kind != STORED:
             groups[-1][1].append(fields)
         else:

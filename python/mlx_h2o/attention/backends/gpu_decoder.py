@@ -191,8 +191,8 @@ class GPUDecoder(Decoder):
         few = [head.evicted < FEWEST_FOR_A_MEAN for head in plan.heads]
         if not any(few):
             return self._remainder.mean_key
-        kept = mean_kept_keys(self._launcher, plan, self._slots.keys, written)
-        return mx.where(mx.array(few)[:, None], kept, self._remainder.mean_key)
+        mean = mean_kept_keys(self._launcher, plan, self._slots.keys, written)
+        return mx.where(mx.array(few)[:, None], mean, self._remainder.mean_key)
 
 
 def after(array: mx.array, others: Iterable[mx.array]) -> mx.array:

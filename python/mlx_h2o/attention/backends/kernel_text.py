@@ -49,19 +49,19 @@ def kernel_text(name: str, prelude: str) -> KernelText:
     """
     declared, body = kernel_file(f"{name}.metal").split(BODY)
     functions, _ = declared.split(BUFFERS)
-    seen: set[str] = set()
+    included: set[str] = set()
     header = f'#include "prelude_{prelude}.h"\n{functions}\n'
-    return KernelText(_with_includes(header, seen), body)
+    return KernelText(_with_includes(header, included), body)
 
 
-def _with_includes(text: str, seen: set[str]) -> str:
+def _with_includes(text: str, included: set[str]) -> str:
     """Text with each header in place of its first `#include`, and no other."""
 
-    def content(found: re.Match[str]) -> str:
-        name = found.group(1)
-        if name in seen:
+    def content(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name in included:
             return ""
-        seen.add(name)
-        return _with_includes(kernel_file(name), seen)
+        included.add(name)
+        return _with_includes(kernel_file(name), included)
 
     return _INCLUDE.sub(content, text)

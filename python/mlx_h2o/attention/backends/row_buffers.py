@@ -22,20 +22,20 @@ def buffers(**fields: Rows) -> dict[str, mx.array]:
     Args:
         fields: `keys` or `values` or both.
     """
-    found: dict[str, mx.array] = {}
+    by_name: dict[str, mx.array] = {}
     for field, rows in fields.items():
         arrays = rows.arrays if isinstance(rows, PackedRows) else [rows]
-        found |= zip(_NAMES[field], arrays, strict=False)
-    return found
+        by_name |= zip(_NAMES[field], arrays, strict=False)
+    return by_name
 
 
 def packing(**fields: Rows) -> dict[str, Any]:
     """Template arguments, as in metal/packed_rows.h: 0 bits are dense rows."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for field, rows in fields.items():
         bits, group = (rows.bits, rows.group_size) if isinstance(rows, PackedRows) else (0, 1)
-        found |= {f"{_LETTERS[field]}_BITS": bits, f"{_LETTERS[field]}_GROUP": group}
-    return found
+        by_name |= {f"{_LETTERS[field]}_BITS": bits, f"{_LETTERS[field]}_GROUP": group}
+    return by_name
 
 
 def row_bytes(rows: Rows) -> int:
