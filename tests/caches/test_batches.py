@@ -93,6 +93,7 @@ def require_alike(cache: H2OKVCache, alone: H2OKVCache) -> None:
         assert mx.array_equal(array, arrays[name]), name
 
 
+@pytest.mark.few(15)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("store", STORES)

@@ -182,6 +182,7 @@ def run(policy: str, reference: bool, examples: int, steps: int) -> None:
         )
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("reference", [False, True], ids=["kernels", "reference"])
 def test_nothing_that_happens_between_steps_changes_a_cache(policy, reference):

@@ -54,6 +54,7 @@ def fed(layer: TinyLayer, cache: H2OKVCache) -> list[mx.array]:
     return [layer.feed(cache, count, chunk) for count, chunk in ((50, 25), (90, 1), (30, 30))]
 
 
+@pytest.mark.few(5)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("policy", ["distinct", "h2o", "keydiff", "streaming"])

@@ -24,6 +24,7 @@ def latent_layers(cache):
     return [member for member in members if isinstance(member, LatentKVCache)]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("evict_every", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_more_than_its_parts_are_held_or_attended_to(family, evict_every):

@@ -48,6 +48,7 @@ def step(cache, layer, first, count):
     return out.reshape(B, Hq, L, -1)
 
 
+@pytest.mark.few(5)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("policy", ["h2o", "salient", "ema", "tova", "streaming"])
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", ""])

@@ -67,6 +67,7 @@ def tokens_after(model: Any, cache: list[Any]) -> list[int]:
 CASES = [(f, a) for f in FAMILIES for a in ACTIONS if f == "llama" or a != "taken back"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "action"), CASES)
 def test_a_cache_goes_on_in_another_thread(family, action, tmp_path):
     model = tiny_model(family)

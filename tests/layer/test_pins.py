@@ -98,6 +98,7 @@ def attack(**shape) -> Attack:
     return Attack(key_width=64, value_width=32, **shape)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_distractors_do_not_evict_the_system_prompt(case):
     layer = attack(shift=SHIFTS.get(case["policy"], 4.0))

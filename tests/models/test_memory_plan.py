@@ -50,6 +50,7 @@ def others(plan):
 
 
 @pytest.mark.usefixtures("one_operation_at_a_time")
+@pytest.mark.few(2)
 @pytest.mark.parametrize("store", STORES, ids=str)
 def test_the_peak_is_told_before(model, store):
     plan = mlx_h2o.plan(model, prompt=1500, chunk=512, budgets="uniform", **store)
@@ -81,7 +82,8 @@ def test_slots_that_a_short_prompt_leaves_unused_are_not_counted(model, prompt):
     assert plan.kv <= told <= plan.kv + pages
 
 
-@pytest.mark.parametrize("chunk", [64, 512, 2048])
+@pytest.mark.few(5)
+@pytest.mark.parametrize("chunk", [pytest.param(64, marks=pytest.mark.slow), 512, 2048])
 @pytest.mark.parametrize(
     ("family", "window"), [("qwen3", 0), ("gemma3_text", 16), ("gemma3_text", 512), ("gpt_oss", 16)]
 )
@@ -110,7 +112,8 @@ def test_other_models(request, family, window, chunk):
 
 
 @pytest.mark.usefixtures("one_operation_at_a_time")
-@pytest.mark.parametrize("store", [{}, {"bits": 6}, {"bits": 4, "recent_bits": 16}], ids=str)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("store", [{}, {"bits": 4, "recent_bits": 16}, {"bits": 6}], ids=str)
 def test_memory_told_is_memory_held(model, store):
     """By MLX's count, after a prompt, while decoding, after growth and another budget."""
     mx.clear_cache()

@@ -71,6 +71,7 @@ def model_of(name: str) -> nn.Module:
     return coverage_model(name)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", cases(sorted(ROWS)))
 def test_a_model_does_what_the_page_says(name):
     model = model_of(name)

@@ -42,6 +42,7 @@ def models():
     return model
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_mlx_lms_own_while_nothing_is_evicted(models, family):
     model = models(family)
@@ -52,7 +53,7 @@ def test_tokens_are_mlx_lms_own_while_nothing_is_evicted(models, family):
     assert all(cache[i].evicted == 0 for i in bounded_layers(family))
 
 
-@pytest.mark.pairwise
+@pytest.mark.few(5)
 @pytest.mark.parametrize("policy", ["h2o", "paper", "ema", "tova", "streaming", "keydiff"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
 def test_no_policy_changes_a_token_before_it_evicts(models, family, policy):
@@ -62,6 +63,7 @@ def test_no_policy_changes_a_token_before_it_evicts(models, family, policy):
     assert greedy_tokens(model, cache, PROMPT, STEPS) == expected
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_small_budget_holds_for_as_long_as_one_likes(models, family):
     """24 slots over 130 tokens: within the bytes after every step, positions counting on."""

@@ -52,6 +52,7 @@ def budgets_of(cache: list) -> list[list[int]]:
     return [list(s.filling[-1].budgets if s.filling else s.budgets) for s in settings]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shared", ["by profile", "by its retrieval loss, too", "evenly"])
 @pytest.mark.parametrize("way", ["unused", "in use", "through a file"])

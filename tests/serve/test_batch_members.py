@@ -102,19 +102,15 @@ def test_this_family_hands_array_masks(gemma2, monkeypatch):
     assert any(isinstance(mask, mx.array) for mask in masks)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("kinds", PAIRS, ids=" + ".join)
 def test_pairs_with_array_masks_give_what_each_gives_alone(gemma2, kinds):
     require_as_alone(gemma2, kinds)
 
 
-@pytest.mark.parametrize("kinds", TRIPLES[::11], ids=" + ".join)
-def test_triples_with_array_masks_give_what_each_gives_alone(gemma2, kinds):
-    require_as_alone(gemma2, kinds)
-
-
-@pytest.mark.slow
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kinds", TRIPLES, ids=" + ".join)
-def test_all_triples_with_array_masks_give_what_each_gives_alone(gemma2, kinds):
+def test_triples_with_array_masks_give_what_each_gives_alone(gemma2, kinds):
     require_as_alone(gemma2, kinds)
 
 

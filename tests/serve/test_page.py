@@ -477,6 +477,7 @@ SHADED = """
 """
 
 
+@pytest.mark.slow
 def test_the_text_is_shaded_while_it_is_said(browser):
     """A second apart at least, and what stands there already is left where it is."""
     with serving(sampling=SamplingDefaults(100_000)) as server, opened(browser, server) as page:

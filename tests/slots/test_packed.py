@@ -202,7 +202,7 @@ def test_a_row_is_packed_once(bits, dtype):
                 assert mx.array_equal(fields[name + BIASES][0, head], packed.biases)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("policy", ["distinct", "salient", "h2o", "keydiff", "streaming"])
 @pytest.mark.parametrize("mode", ["uniform", "ragged"])

@@ -59,7 +59,7 @@ def test_as_many_tokens_as_16_bits_have_positions_for() -> None:
     assert mx.iinfo(NARROW).min == -1 - (FEW - 1)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -144,7 +144,7 @@ def test_files_have_what_serves_and_older_ones_are_read() -> None:
             H2OKVCache.from_state((hurt, config))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("max_bytes", [60_000, 90_001])
 @pytest.mark.parametrize("undo", [0, 3])

@@ -333,7 +333,7 @@ FUSED = [
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("budgets", "policy", "dtype"), FUSED, ids=str)
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_every_token_has_its_own_value_s_length(store: str, reference: bool) -> 
     assert_each_has_its_own(cache, layer)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_the_kernels_rank_by_the_ranges_of_all_groups(width: int, dtype: mx.Dtype) -> None:
