@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 # First: it loads the library that the extension is linked against.
 import mlx.core as mx
@@ -39,6 +40,16 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = _ext.threads()
     yield _ext.set_threads
     _ext.set_threads(before)
+
+
+@pytest.fixture(scope="session")
+def embedded() -> tuple[Any, Any]:
+    """The model that the package brings, and its tokenizer; no test may change them."""
+    from mlx_h2o import load
+
+    model, tokenizer = load("builtin:recall-4m")
+    mx.eval(model.parameters())  # also for other threads
+    return model, tokenizer
 
 
 @pytest.hookimpl(tryfirst=True)

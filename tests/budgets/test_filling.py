@@ -171,6 +171,7 @@ SIZES = [{"max_size": 48}, {"max_bytes": 120_000}, {"max_bytes": "12%"}]
 STORED = [{}, {"bits": 16}, {"bits": 6}, {"bits": 4, "recent_bits": 16}, {"remainder": False}]
 
 
+@pytest.mark.few(8)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("stored", STORED, ids=str)

@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import mlx_h2o
 from mlx_h2o import Spill, describe, make_policy, make_prompt_cache
 from mlx_h2o._byte_size import Share, memory_size
 from mlx_h2o.budgets.cost import (
@@ -28,11 +27,6 @@ from tiny_models import prefill, prompt_tokens, tiny_model
 
 #: Bytes of a token in a 16-bit cache of recall-4m: layers, heads, keys and values, bytes.
 TOKEN = 4 * 2 * (64 + 64) * 2
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    return mlx_h2o.load("builtin:recall-4m")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +96,7 @@ def test_of_widths_that_lose_hardly_more_the_one_with_most_slots_is_chosen(embed
         assert loss == min(one for _, n, one in [(0, slots, loss), *others] if n >= 1024)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("size", ["8%", "25%", "60%"])
 @pytest.mark.parametrize("bits", [None, 6])
 @pytest.mark.parametrize("undo", [0, 4])
@@ -116,6 +111,7 @@ def test_bytes_are_never_exceeded_at_any_length(embedded, text, size, bits, undo
         assert sum(entry.nbytes for entry in cache) > 0.85 * most
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", ["20%", "40%"])
 @pytest.mark.parametrize("step", [1, 7, 50])
 def test_bytes_are_never_exceeded_with_a_file_of_rows(embedded, text, size, step, tmp_path):

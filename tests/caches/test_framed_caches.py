@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from arrays import numpy_of
 from mlx_h2o import (
     H2OKVCache,
     describe,
@@ -44,10 +45,6 @@ def layer(**settings) -> LayerWithOffsets:
 
 LAYER = layer()
 FRAME = Frame.of(LAYER.tokens[1])
-
-
-def numbers(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32))
 
 
 def fed(layer: TinyLayer, cache: H2OKVCache) -> list[mx.array]:
@@ -87,9 +84,9 @@ def test_fused_steps_do_what_the_reference_does(packing, budgets, policy, dtype)
         if same:
             # One step of bfloat16 is 2^-8 of a number, or its double.
             atol, rtol = (2e-5, 1e-7) if dtype == mx.float32 else (2e-2, 1e-2)
-            np.testing.assert_allclose(numbers(a), numbers(b), atol=atol, rtol=rtol)
+            np.testing.assert_allclose(numpy_of(a), numpy_of(b), atol=atol, rtol=rtol)
         else:
-            assert np.abs(numbers(a) - numbers(b)).mean() < 1e-2
+            assert np.abs(numpy_of(a) - numpy_of(b)).mean() < 1e-2
     for name, array in expected.items():
         if same and array.dtype == mx.uint32:
             assert mx.array_equal(got[name], array), name

@@ -28,11 +28,6 @@ def made_up(losses, grid=(12, 24, 48, 96)):
     return Profile(model, grid, tuple(tuple(map(tuple, layer)) for layer in losses), "by hand")
 
 
-@pytest.fixture(scope="module")
-def embedded():
-    return mlx_h2o.load("builtin:recall-4m")
-
-
 def test_slots_go_where_they_save_most():
     steep, flat = (8.0, 4.0, 1.0, 0.0), (0.4, 0.3, 0.2, 0.1)
     (budgets,) = made_up([[steep, flat]]).budgets(30)

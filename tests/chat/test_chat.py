@@ -108,11 +108,6 @@ def test_a_chat_in_the_terminal(tmp_path):
     assert other.close() == 0
 
 
-@pytest.fixture(scope="module")
-def embedded():
-    return mlx_h2o.load("builtin:recall-4m")
-
-
 def test_only_what_is_new_is_read_and_nothing_is_said_twice(embedded):
     model, tokenizer = embedded
     dialogue = Dialogue(model, tokenizer, lambda: make_prompt_cache(model, 128))

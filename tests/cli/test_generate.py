@@ -22,11 +22,6 @@ GENERATE = ["generate", "--model", "builtin:recall-4m"]
 SMALL = [*GENERATE, "--prompt", PROMPT, "--max-kv-size", "48", "--max-tokens", "12"]
 
 
-@pytest.fixture(scope="module")
-def builtin() -> tuple[Any, Any]:
-    return mlx_h2o.load("builtin:recall-4m")
-
-
 def as_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main([*options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -34,8 +29,8 @@ def as_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
     return found
 
 
-def generated(builtin: tuple[Any, Any], cache: list[Any], prompt: str) -> tuple[str, list[int]]:
-    model, tokenizer = builtin
+def generated(embedded: tuple[Any, Any], cache: list[Any], prompt: str) -> tuple[str, list[int]]:
+    model, tokenizer = embedded
     responses = list(
         stream_generate(model, tokenizer, prompt, max_tokens=12, prompt_cache=cache)
     )  # fmt: skip
@@ -43,12 +38,12 @@ def generated(builtin: tuple[Any, Any], cache: list[Any], prompt: str) -> tuple[
 
 
 def test_text_is_streamed_and_the_report_closes(
-    builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+    embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(SMALL) == 0
     printed = capsys.readouterr()
-    cache = mlx_h2o.make_prompt_cache(builtin[0], 48)
-    text, _ = generated(builtin, cache, PROMPT)
+    cache = mlx_h2o.make_prompt_cache(embedded[0], 48)
+    text, _ = generated(embedded, cache, PROMPT)
     assert printed.out == text + "\n"
     held = sum(entry.nbytes for entry in cache)
     evicted = round(sum(entry.evicted for entry in cache) / len(cache))
@@ -73,13 +68,13 @@ def test_rolling_positions_say_once_that_they_turn_the_remainder_off(
 
 
 def test_json_reports_the_bytes_really_held(
-    tmp_path: Path, builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat"  # no suffix: the name is taken as it is
     found = as_json([*SMALL, "--save-prompt-cache", str(file)], capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["chat"]
-    cache = mlx_h2o.make_prompt_cache(builtin[0], 48)
-    generated(builtin, cache, PROMPT)
+    cache = mlx_h2o.make_prompt_cache(embedded[0], 48)
+    generated(embedded, cache, PROMPT)
     assert found["kv_bytes"] == sum(entry.nbytes for entry in cache)
     # A file has no room that no token uses yet.
     assert found["kv_bytes"] > sum(entry.nbytes for entry in mlx_h2o.load_prompt_cache(file))
@@ -92,12 +87,12 @@ def test_json_reports_the_bytes_really_held(
 
 
 def test_a_resumed_run_continues_as_an_uninterrupted_one(
-    tmp_path: Path, builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "chat.safetensors")
     more = " And then Anne said to Toby that"
-    cache = mlx_h2o.make_prompt_cache(builtin[0], 48)
-    whole = [generated(builtin, cache, prompt) for prompt in (PROMPT, more)]
+    cache = mlx_h2o.make_prompt_cache(embedded[0], 48)
+    whole = [generated(embedded, cache, prompt) for prompt in (PROMPT, more)]
 
     both = ["--prompt-cache-file", file, "--save-prompt-cache", file]
     first = as_json([*SMALL, *both], capsys)
@@ -143,7 +138,7 @@ def test_the_prompt_may_come_from_standard_input(
     assert piped["tokens"] == as_json(SMALL, capsys)["tokens"]
 
 
-def test_chat_templates_are_applied_once_per_turn(builtin: tuple[Any, Any]) -> None:
+def test_chat_templates_are_applied_once_per_turn(embedded: tuple[Any, Any]) -> None:
     _, tokenizer = mlx_h2o.load("builtin:recall-4m")
     tokenizer._tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -219,7 +214,7 @@ def test_two_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_foreign_prompt_caches_are_refused(
-    tmp_path: Path, builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat.safetensors"
     resume = [*GENERATE, "--prompt", "Anne", "--prompt-cache-file", str(file)]
@@ -227,7 +222,7 @@ def test_foreign_prompt_caches_are_refused(
     assert main(resume) == 2
     assert "no readable prompt cache" in capsys.readouterr().err
 
-    cache = mlx_h2o.make_prompt_cache(builtin[0], 48)
+    cache = mlx_h2o.make_prompt_cache(embedded[0], 48)
     mlx_h2o.save_prompt_cache(file, cache, {"model": "another"})
     assert main(resume) == 2
     assert "was saved with --model another" in capsys.readouterr().err

@@ -62,6 +62,19 @@ def reader():
 
 
 @pytest.fixture(scope="module")
+def evaluations(reader):
+    """Of each measure by itself: the evaluation that has run, and what it told of its progress."""
+    names = (FULL, next(iter(PACKED)), "mlx-h2o, 1/2")
+    made = {}
+    for measure in TINY:
+        chosen = [method for method in methods_of() if method.name in names]
+        evaluation, steps = Evaluation(reader, chosen, [measure]), []
+        evaluation.run(lambda done, whole, steps=steps: steps.append((done, whole)))
+        made[measure.name] = evaluation, steps
+    return made
+
+
+@pytest.fixture(scope="module")
 def cloze_reader():
     return Reader("builtin:recall-4m", SAMPLE_TEXT.read_text(), "cloze", 64)
 
@@ -196,14 +209,11 @@ def test_divergence_is_none_of_itself_and_that_of_the_definition():
 
 
 @pytest.mark.parametrize("measure", TINY, ids=lambda measure: measure.name)
-def test_a_measure_gives_json_and_its_words(reader, measure):
+def test_a_measure_gives_json_and_its_words(evaluations, measure):
     """The full cache against itself loses nothing; every result is JSON."""
-    chosen = [m for m in methods_of() if m.name in (FULL, "mlx-h2o, 1/2")]
-    tokens = []
-    results = [json.loads(json.dumps(measure.of(reader, m, tokens.append))) for m in chosen]
-    assert sum(tokens) > 0
-    assert min(tokens) > 0
-    section = measure.section(list(zip(chosen, results, strict=True)))
+    ((_, pairs),) = evaluations[measure.name][0].by_measure()
+    assert len(pairs) == 3
+    section = measure.section([(m, json.loads(json.dumps(result))) for m, result in pairs])
     for rows in section.tables:
         assert all(len(row) == len(rows.columns) for row in rows.rows)
     for chart in section.charts:
@@ -275,15 +285,15 @@ def test_the_answer_is_a_sentence(reader):
     assert "the bytes of 64 tokens costs +0.00 %" in answer_of(by_tokens, "the bundled text")
 
 
-def test_every_brief_figure_is_that_of_the_measures_own_table(reader):
+def test_every_brief_figure_is_that_of_the_measures_own_table(evaluations):
     """What the page tells at a glance is what it tells in full, further down."""
     measures = [measure for measure in TINY if measure.briefly]
     assert len(measures) == 5
-    evaluation = Evaluation(reader, methods_of()[:4], measures)
-    evaluation.run()
-    glance = at_a_glance(evaluation.by_measure())
+    done = [evaluations[measure.name][0] for measure in measures]
+    glance = at_a_glance([pair for evaluation in done for pair in evaluation.by_measure()])
     assert len(glance.tables) == len(measures)
-    for brief, section in zip(glance.tables, evaluation.sections(), strict=True):
+    sections = [section for evaluation in done for section in evaluation.sections()]
+    for brief, section in zip(glance.tables, sections, strict=True):
         in_full = {row[0]: row[1:] for row in section.tables[0].rows}
         for name, *cells in brief.rows:
             (cell,) = filter(None, cells)
@@ -565,15 +575,14 @@ def test_sigterm_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monke
 
 
 @pytest.mark.parametrize("measure", TINY, ids=lambda measure: measure.name)
-def test_progress_ends_at_the_whole(reader, measure):
+def test_progress_ends_at_the_whole(reader, evaluations, measure):
     """It rises while work is done, the most of it before the end, and reaches 100 %."""
-    steps = []
-    evaluation = Evaluation(reader, methods_of()[:2], [measure])
-    evaluation.run(lambda done, whole: steps.append((done, whole)))
+    evaluation, steps = evaluations[measure.name]
     amounts = [done for done, _ in steps]
     assert amounts == sorted(amounts)
-    assert steps[-1][0] == steps[-1][1] == sum(map(work_of, Evaluation(
-        reader, methods_of()[:2], [measure]).jobs()))  # fmt: skip
+    assert amounts[0] > 0
+    again = Evaluation(reader, evaluation.methods, [measure])
+    assert steps[-1][0] == steps[-1][1] == sum(map(work_of, again.jobs()))
     assert amounts[-2] >= 0.5 * amounts[-1]
 
 

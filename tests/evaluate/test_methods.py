@@ -31,11 +31,6 @@ from mlx_h2o.loading.load import MODELS, SAMPLE_TEXT
 from tiny_models import tiny_model
 
 
-@pytest.fixture(scope="module")
-def embedded():
-    return mlx_h2o.load("builtin:recall-4m")
-
-
 def test_perplexity_through_a_full_cache_is_that_of_one_pass():
     """Token by token or whole: the same numbers, and only tokens after the prefill count."""
     model = tiny_model("llama")

@@ -73,7 +73,7 @@ def made_by(method, model, tokens):
 def test_printed_bytes_are_those_of_the_printed_line():
     """On the same text, for every row of the table."""
     reader = Reader("builtin:recall-4m", SAMPLE_TEXT.read_text(), "questions", 128)
-    measure = PerplexityMeasure(samples=2, length=512, prefill=448)
+    measure = PerplexityMeasure(samples=2, length=512, prefill=496)
     methods = tuned_methods(["salient"], [16, 6], [0.5, 0.125])
     evaluation = Evaluation(reader, methods, [measure])
     evaluation.run()
@@ -82,7 +82,7 @@ def test_printed_bytes_are_those_of_the_printed_line():
     full = evaluation.results["perplexity"][FULL]["nbytes"]
     for choice in choices(evaluation.results_of(measure)):
         cache = made_by(choice.method, reader.model, 512)
-        for first, end in ((0, 448), *((i, i + 1) for i in range(448, 511))):
+        for first, end in ((0, 496), *((i, i + 1) for i in range(496, 511))):
             mx.eval(reader.model(tokens[:, first:end], cache=cache))
         nbytes = sum(entry.nbytes for entry in cache)
         assert choice.nbytes == pytest.approx(nbytes, rel=0.01), choice.method.name

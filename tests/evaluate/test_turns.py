@@ -53,6 +53,7 @@ def scores_by_position(cache) -> dict[int, float]:
     return dict(zip(slots.positions[0, 0].tolist(), slots.scores[0, 0].tolist(), strict=True))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_after_a_turn_kernels_and_definition_agree(case):
     """Ages within the fused steps count from where the definition's do."""

@@ -72,6 +72,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "case",
     covering(FACTORS, lambda case: True),
@@ -102,6 +103,7 @@ def test_speculative_decoding_gives_the_tokens_of_plain_decoding(case):
     assert held <= {STEPS - 1, STEPS}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reference", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "store",

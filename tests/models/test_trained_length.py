@@ -18,16 +18,11 @@ ROLLING = {"positions": "rolling", "remainder": False}
 LONG = " ".join(["The house stood on the cliff."] * 300)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return mlx_h2o.load(EMBEDDED_MODEL)
-
-
 @pytest.mark.parametrize(("tokens", "settings", "said"), [
     (TRAINED, {}, False), (TRAINED + 1, {}, True), (TRAINED + 1, ROLLING, False),
 ])  # fmt: skip
-def test_it_is_said_from_the_first_token_beyond(loaded, tokens, settings, said):
-    model, _ = loaded
+def test_it_is_said_from_the_first_token_beyond(embedded, tokens, settings, said):
+    model, _ = embedded
     cache = mlx_h2o.make_prompt_cache(model, 64, **settings)
     model(mx.ones((1, tokens), mx.int32), cache=cache)
     found = past_training(model, cache)
@@ -36,8 +31,8 @@ def test_it_is_said_from_the_first_token_beyond(loaded, tokens, settings, said):
         assert found.startswith("2,049 tokens are more than the 2,048 ")
 
 
-def test_what_is_not_bounded_or_not_told_is_left_alone(loaded):
-    model, _ = loaded
+def test_what_is_not_bounded_or_not_told_is_left_alone(embedded):
+    model, _ = embedded
     plain = stock_prompt_cache(model)
     model(mx.ones((1, TRAINED + 1), mx.int32), cache=plain)
     assert past_training(model, plain) is None
@@ -69,8 +64,8 @@ def test_what_does_not_go_together_is_refused(capsys):
     assert "absolute, rolling" in capsys.readouterr().err
 
 
-def test_a_chat_tells(loaded):
-    model, tokenizer = loaded
+def test_a_chat_tells(embedded):
+    model, tokenizer = embedded
     dialogue = Dialogue(model, tokenizer, lambda: mlx_h2o.make_prompt_cache(model, 64))
     list(dialogue.reply("Who is there?", 3))
     assert dialogue.past_training() is None

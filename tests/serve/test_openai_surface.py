@@ -12,7 +12,6 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
-import mlx_h2o
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.pins import NO_PINS
 from mlx_h2o.serve.protocol import Chat
@@ -27,11 +26,6 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 def server() -> Iterator[Running]:
     with serving(defaults={"max_size": 4096, "budgets": "uniform"}) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Any:
-    return mlx_h2o.load(MODEL)
 
 
 def chat(server: Running, **options: Any) -> Any:
@@ -122,10 +116,11 @@ def test_other_endpoints_say_what_there_is(server):
 # -- tool calls -----------------------------------------------------------------------------------
 
 
-def answer_with(loaded: Any, text: str, **body: Any) -> tuple[str, list[Any], str]:
+def answer_with(embedded: Any, text: str, **body: Any) -> tuple[str, list[Any], str]:
     """A chat answer's text, calls and reason to end, of a model that calls tools as JSON."""
+    own = embedded[1]
     tokenizer = TokenizerWrapper(
-        loaded[1]._tokenizer, eos_token_ids=loaded[1].eos_token_ids, tool_call_start="<tool_call>",
+        own._tokenizer, eos_token_ids=own.eos_token_ids, tool_call_start="<tool_call>",
         tool_call_end="</tool_call>", tool_parser=json_tools.parse_tool_call,
     )  # fmt: skip
     request = Request(Chat.model_validate({"messages": HELLO, **body}), "", {}, NO_PINS, [0])
@@ -138,14 +133,14 @@ def answer_with(loaded: Any, text: str, **body: Any) -> tuple[str, list[Any], st
     return "".join(piece.text for piece in pieces), calls, reason
 
 
-def test_a_call_that_is_no_json_is_the_answers_text(loaded):
+def test_a_call_that_is_no_json_is_the_answers_text(embedded):
     text = 'Well <tool_call>{"name": look}</tool_call> so'
-    assert answer_with(loaded, text, tools=[TOOL]) == (text, [], "stop")
+    assert answer_with(embedded, text, tools=[TOOL]) == (text, [], "stop")
     call = 'Well <tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    said, calls, reason = answer_with(loaded, call, tools=[TOOL])
+    said, calls, reason = answer_with(embedded, call, tools=[TOOL])
     assert (said, calls[0]["function"]["name"], reason) == ("Well ", "look", "tool_calls")
 
 
-def test_a_call_that_nobody_offered_is_text(loaded):
+def test_a_call_that_nobody_offered_is_text(embedded):
     text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    assert answer_with(loaded, text, tools=[TOOL], tool_choice="none") == (text, [], "stop")
+    assert answer_with(embedded, text, tools=[TOOL], tool_choice="none") == (text, [], "stop")

@@ -16,13 +16,11 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 import mlx_h2o
 from mlx_h2o.evaluate.page import page as report_page
 from mlx_h2o.evaluate.report import Curves, Rows, Section
-from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.sampling import SamplingDefaults
-from serving import MODEL, SIZE, Running, serving, until
+from serving import MODEL, SIZE, Running, serving, until, words
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 #: Of text on its background, by WCAG 2.2, 1.4.3 (level AA).
 LEAST_CONTRAST = 4.5
@@ -77,10 +75,6 @@ def opened(
         assert wrong == []
     finally:
         page.close()
-
-
-def words(first: int, count: int) -> str:
-    return " ".join(WORDS[first : first + count])
 
 
 def say(page: Page, text: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import mlx_h2o
 from model_configs import config_of
 from serving import MODEL, Running, alone, serving, until, words
 from tiny_models import FAMILIES, tiny_model, with_random_weights
@@ -22,11 +21,6 @@ from tiny_models import FAMILIES, tiny_model, with_random_weights
 ONE_BY_ONE = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")
 #: Slots in which nothing that these tests ask is evicted, and in which nearly all of it is.
 ROOMY, NARROW = 4096, 40
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Any:
-    return mlx_h2o.load(MODEL)
 
 
 # -- one conversation after another ---------------------------------------------------------------
@@ -139,13 +133,13 @@ def test_a_prompt_beyond_training_is_a_400_unless_it_is_wanted():
         assert answer_of(server, body)[1] == "length"
 
 
-def test_a_short_request_passes_a_long_prompt_and_a_client_that_left_frees_it_in_a_chunk(loaded):
+def test_a_short_request_passes_a_long_prompt_and_a_client_that_left_frees_it_in_a_chunk(embedded):
     with serving(chunk=16, long_prompts=True) as server, ThreadPoolExecutor(1) as pool:
         connection = HTTPConnection("127.0.0.1", server.port, timeout=120)
         body = {"prompt": words(0, 1500), "max_tokens": 1}
         pool.submit(connection.request, "POST", "/v1/completions", json.dumps(body)).result()
         until(lambda: server.scheduler.ledger.running == 1)
-        assert server.ask(words(0, 20), 4) == alone(loaded, words(0, 20), 4, chunk=16)
+        assert server.ask(words(0, 20), 4) == alone(embedded, words(0, 20), 4, chunk=16)
         assert server.scheduler.ledger.running == 1  # the long one is still being read
         begun = time.monotonic()
         connection.close()
@@ -166,9 +160,9 @@ def model_of(family: str, vocabulary: int) -> Any:
 
 
 @pytest.mark.parametrize("family", ONE_BY_ONE)
-def test_models_whose_caches_cannot_be_batched_are_served(family, loaded, monkeypatch):
+def test_models_whose_caches_cannot_be_batched_are_served(family, embedded, monkeypatch):
     """Alone and four at once, with a seed and without, with a stop, and going on."""
-    tokenizer = loaded[1]
+    tokenizer = embedded[1]
     model = model_of(family, tokenizer.vocab_size)
     monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, tokenizer))
     prompts = [words(60 * i, 30) for i in range(4)]

@@ -29,11 +29,6 @@ from tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return mlx_h2o.load(MODEL)
-
-
-@pytest.fixture(scope="module")
 def plain() -> Iterator[Running]:
     with serving() as running:
         yield running
@@ -42,7 +37,7 @@ def plain() -> Iterator[Running]:
 # -- clients --------------------------------------------------------------------------------------
 
 
-def test_requests_side_by_side_get_what_each_gets_alone(plain, loaded):
+def test_requests_side_by_side_get_what_each_gets_alone(plain, embedded):
     """Streaming and not, two of them with settings of their own."""
     assert plain.scheduler.served.plan(plain.scheduler.settings.defaults).batches
     own = {"max_size": 64, "policy": "h2o", "remainder": False}
@@ -63,7 +58,7 @@ def test_requests_side_by_side_get_what_each_gets_alone(plain, loaded):
 
     with ThreadPoolExecutor(8) as pool:
         asked, streamed = pool.map(ask, cases), pool.map(stream, cases)
-        expected = [alone(loaded, prompt, 12, **settings) for prompt, settings in cases]
+        expected = [alone(embedded, prompt, 12, **settings) for prompt, settings in cases]
         assert list(asked) == list(streamed) == expected
 
 
@@ -198,16 +193,16 @@ def test_an_older_mlx_lm_is_refused_with_what_to_do_instead(monkeypatch):
 # -- the bound ------------------------------------------------------------------------------------
 
 
-def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(loaded):
+def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(embedded):
     """Room for two and a half; seven come, and all get what they get alone."""
-    model, _ = loaded
+    model, _ = embedded
     need = most_bytes(mlx_h2o.make_prompt_cache(model, SIZE))
     bound = int(2.5 * need)
     with serving(bound=bound) as running:
         prompts = [words(150 * i, 80) for i in range(7)]
         with ThreadPoolExecutor(7) as pool:
             answers = list(pool.map(lambda prompt: running.ask(prompt, 24), prompts))
-        assert answers == [alone(loaded, prompt, 24) for prompt in prompts]
+        assert answers == [alone(embedded, prompt, 24) for prompt in prompts]
         scheduler = running.scheduler
         until(lambda: scheduler.ledger.running == 0)
         assert need < scheduler.ledger.bytes().peak <= bound
@@ -230,9 +225,9 @@ def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(lo
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
-def test_layers_of_other_kinds_are_within_the_bound_too(family, loaded, monkeypatch):
+def test_layers_of_other_kinds_are_within_the_bound_too(family, embedded, monkeypatch):
     """Sliding windows and states: room for two and a half conversations, of five."""
-    _, tokenizer = loaded
+    _, tokenizer = embedded
     model = tiny_model(family, vocab_size=tokenizer.vocab_size)
     monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, tokenizer))
     need = most_bytes(mlx_h2o.make_prompt_cache(model, SIZE), model, 32)
@@ -248,17 +243,17 @@ def test_layers_of_other_kinds_are_within_the_bound_too(family, loaded, monkeypa
         assert running.scheduler.conversations.nbytes <= bound
 
 
-def test_a_model_whose_bytes_are_not_known_is_refused_at_the_start(loaded, monkeypatch):
+def test_a_model_whose_bytes_are_not_known_is_refused_at_the_start(embedded, monkeypatch):
     model = tiny_model("llama")
-    monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, loaded[1]))
+    monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, embedded[1]))
     monkeypatch.setattr("mlx_h2o.serve.model.bounded_caches", lambda *_: stock_caches(model))
     engine = EngineSettings(ModelChoice(MODEL), {"max_size": SIZE}, bound=1 << 20)
     with pytest.raises(ValueError, match="has a KVCache, whose bytes are not known"):
         serve(ServerSettings(engine, port=0))
 
 
-def test_a_full_queue_is_told_when_to_come_again(loaded):
-    need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
+def test_a_full_queue_is_told_when_to_come_again(embedded):
+    need = most_bytes(mlx_h2o.make_prompt_cache(embedded[0], SIZE))
     with serving(bound=need, queue=1) as running, ThreadPoolExecutor(2) as pool:
         first = pool.submit(running.ask, words(0, 30), 300)
         until(lambda: running.scheduler.ledger.running == 1)
@@ -272,8 +267,8 @@ def test_a_full_queue_is_told_when_to_come_again(loaded):
 
 
 @pytest.mark.parametrize(("stream", "waiting"), [(True, False), (False, True)])
-def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
-    need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
+def test_a_client_that_hangs_up_frees_its_slots(embedded, stream, waiting):
+    need = most_bytes(mlx_h2o.make_prompt_cache(embedded[0], SIZE))
     with serving(bound=need) as running:
         scheduler = running.scheduler
         body = {"prompt": words(0, 30), "max_tokens": 100_000, "stream": stream}
@@ -290,7 +285,7 @@ def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
         assert scheduler.ledger.reserved == 0
         counted = 1 + waiting
         until(lambda: f'requests_total{{status="499"}} {counted}.0' in scheduler.metrics.text())
-        assert running.ask(words(40, 20), 4) == alone(loaded, words(40, 20), 4)
+        assert running.ask(words(40, 20), 4) == alone(embedded, words(40, 20), 4)
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -315,11 +310,11 @@ def started(folder: Any, *options: str) -> tuple[subprocess.Popen[str], int]:
 
 
 @pytest.mark.slow
-def test_a_kill_and_a_restart_lose_nothing_that_was_saved(tmp_path, loaded):
+def test_a_kill_and_a_restart_lose_nothing_that_was_saved(tmp_path, embedded):
     """The second turn after the kill goes on from the first one's own caches."""
     folder = tmp_path / "sessions"
     turns = [words(0, 80), " And Anne said to Toby that"]
-    tokenizer, first = loaded[1], alone(loaded, turns[0], 6)
+    tokenizer, first = embedded[1], alone(embedded, turns[0], 6)
 
     def ask(port: int, prompt: str) -> Any:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)

@@ -40,27 +40,20 @@ HELLO = [{"role": "user", "content": "Who is there?"}]
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    model, tokenizer = mlx_h2o.load(MODEL)
-    mx.eval(model.parameters())  # other threads use it
-    return model, tokenizer
-
-
-@pytest.fixture(scope="module")
 def plain() -> Iterator[Running]:
     with serving() as running:
         yield running
 
 
-def with_tools(loaded: Any, module: Any = json_tools) -> Any:
+def with_tools(embedded: Any, module: Any = json_tools) -> Any:
     """The embedded model's tokenizer, as if its model could call tools."""
-    inner = loaded[1]._tokenizer
+    inner = embedded[1]._tokenizer
     made = TokenizerWrapper(
-        inner, eos_token_ids=loaded[1].eos_token_ids, chat_template=rendered,
+        inner, eos_token_ids=embedded[1].eos_token_ids, chat_template=rendered,
         tool_call_start=module.tool_call_start, tool_call_end=module.tool_call_end,
         tool_parser=module.parse_tool_call,
     )  # fmt: skip
-    return loaded[0], made
+    return embedded[0], made
 
 
 def rendered(messages: Any, **kwargs: Any) -> str:
@@ -71,9 +64,9 @@ def rendered(messages: Any, **kwargs: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def caller(loaded) -> Iterator[Running]:
+def caller(embedded) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
-        pair = with_tools(loaded)
+        pair = with_tools(embedded)
         patch.setattr("mlx_h2o.serve.model.load", lambda name: pair)
         with serving() as running:
             yield running
@@ -101,7 +94,7 @@ def is_of_schema(text: str) -> bool:
     )
 
 
-def test_answers_of_a_schema_in_a_batch_beside_free_ones(plain, loaded):
+def test_answers_of_a_schema_in_a_batch_beside_free_ones(plain, embedded):
     """Each has its own form; free ones say what they say alone."""
     prompts = [words(100 * i, 40) for i in range(2)]
     with ThreadPoolExecutor(6) as pool:
@@ -122,7 +115,7 @@ def test_answers_of_a_schema_in_a_batch_beside_free_ones(plain, loaded):
             assert choice.finish_reason == "stop"
             assert is_of_schema(choice.message.content)
         assert set(json.loads(listed.result().choices[0].message.content)["all"]) <= {1, 2}
-        assert [one.result() for one in free] == [alone(loaded, one, 30) for one in prompts]
+        assert [one.result() for one in free] == [alone(embedded, one, 30) for one in prompts]
 
 
 def test_the_same_alone_and_streamed(plain):
@@ -169,9 +162,9 @@ def test_without_llguidance_a_form_is_a_501_that_names_it(plain, monkeypatch):
     assert chat(plain, 2).choices
 
 
-def test_the_mask_follows_the_tokens_back_and_ends_what_is_whole(loaded):
+def test_the_mask_follows_the_tokens_back_and_ends_what_is_whole(embedded):
     """As a sequence that is computed again, and beyond the tokenizer's own tokens."""
-    tokenizer = loaded[1]
+    tokenizer = embedded[1]
     step = GrammarCompiler(tokenizer).processor('start: "ab" | "cd"', reasons=False)
     V = tokenizer.vocab_size + 40
     logits, prompt = mx.zeros((1, V)), [5, 6, 7]
@@ -195,8 +188,8 @@ def test_the_mask_follows_the_tokens_back_and_ends_what_is_whole(loaded):
     assert allowed("ab") == {tokenizer.decode([end])}
 
 
-def test_reasoning_is_free_and_the_answer_after_it_is_not(loaded):
-    tokenizer = loaded[1]
+def test_reasoning_is_free_and_the_answer_after_it_is_not(embedded):
+    tokenizer = embedded[1]
     step = GrammarCompiler(tokenizer).processor('start: "ab"', reasons=False)
     step._until = tokenizer.encode("end", add_special_tokens=False)
     logits = mx.zeros((1, tokenizer.vocab_size))
@@ -290,9 +283,9 @@ def test_tools_are_refused_where_the_model_cannot_call_them(plain):
 
 
 @pytest.mark.parametrize("module", [pythonic, qwen3_coder])
-def test_a_call_is_required_of_other_families_too(loaded, monkeypatch, module):
+def test_a_call_is_required_of_other_families_too(embedded, monkeypatch, module):
     """Their own writing comes back as JSON; tests/serve/test_tool_forms.py has all of them."""
-    pair = with_tools(loaded, module)
+    pair = with_tools(embedded, module)
     monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: pair)
     with serving() as running:
         answer = chat(
@@ -305,8 +298,8 @@ def test_a_call_is_required_of_other_families_too(loaded, monkeypatch, module):
     assert is_of_schema(call.function.arguments)
 
 
-def test_a_call_of_another_form_cannot_be_required(loaded, monkeypatch):
-    pair = with_tools(loaded, minimax_m2)
+def test_a_call_of_another_form_cannot_be_required(embedded, monkeypatch):
+    pair = with_tools(embedded, minimax_m2)
     monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: pair)
     with serving() as running:
         with pytest.raises(openai.BadRequestError, match="are read by minimax_m2"):
@@ -317,12 +310,12 @@ def test_a_call_of_another_form_cannot_be_required(loaded, monkeypatch):
 # -- several answers ------------------------------------------------------------------------------
 
 
-def test_several_answers_to_one_request(plain, loaded):
+def test_several_answers_to_one_request(plain, embedded):
     answer = plain.client.completions.create(
         model=MODEL, prompt=words(0, 40), max_tokens=12, temperature=0, n=3
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert {choice.text for choice in answer.choices} == {alone(loaded, words(0, 40), 12)}
+    assert {choice.text for choice in answer.choices} == {alone(embedded, words(0, 40), 12)}
     assert answer.usage.completion_tokens == 36
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 36
     warm = plain.client.completions.create(
@@ -365,9 +358,9 @@ def test_several_answers_are_streamed_side_by_side(plain):
     assert chunks[-1].usage.completion_tokens == 27
 
 
-def test_several_are_admitted_together_or_not_at_all(loaded, monkeypatch):
+def test_several_are_admitted_together_or_not_at_all(embedded, monkeypatch):
     """Room for three: a second request of two waits until one of the first's is complete."""
-    need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
+    need = most_bytes(mlx_h2o.make_prompt_cache(embedded[0], SIZE))
     with serving(bound=3 * need) as running:
         ledger, counts = running.scheduler.ledger, list[int]()
         reserve = ledger.reserve

@@ -12,15 +12,9 @@ from typing import Any
 import openai
 import pytest
 
-import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.serve.sampling import Sampler
-from serving import MODEL, Running, alone, serving, until, words
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return mlx_h2o.load(MODEL)
+from serving import Running, alone, serving, until, words
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +67,7 @@ def breaking(server, monkeypatch) -> Iterator[Breaking]:
 
 @pytest.mark.parametrize("rows", [1, 20])
 def test_a_step_that_raises_is_a_500_with_the_reason_and_frees_its_bytes(
-    server, breaking, loaded, rows
+    server, breaking, embedded, rows
 ):
     breaking.at = rows
     with pytest.raises(openai.InternalServerError, match="RuntimeError: out of memory"):
@@ -82,7 +76,7 @@ def test_a_step_that_raises_is_a_500_with_the_reason_and_frees_its_bytes(
     assert (status, told["status"]) == (503, "failing")
     assert "out of memory" in told["last_failure"]
     until(lambda: server.scheduler.ledger.reserved == 0)
-    assert server.ask(words(40, 30), 6) == alone(loaded, words(40, 30), 6)
+    assert server.ask(words(40, 30), 6) == alone(embedded, words(40, 30), 6)
     status, told = health(server)
     assert (status, told["status"]) == (200, "ok")
     assert told["failures"] > 0
@@ -101,7 +95,7 @@ def test_a_stream_that_breaks_off_says_so_and_does_not_end_as_if_it_were_whole(s
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_those_whom_it_does_not_concern_go_on(server, breaking, loaded, rows):
+def test_those_whom_it_does_not_concern_go_on(server, breaking, embedded, rows):
     """A prompt breaks beside a request that generates, or the other way round."""
     with ThreadPoolExecutor(2) as pool:
         scheduler = server.scheduler
@@ -117,10 +111,10 @@ def test_those_whom_it_does_not_concern_go_on(server, breaking, loaded, rows):
         with pytest.raises(openai.InternalServerError):
             broken.result()
         asked = (prompts[1], 8) if rows == 1 else (prompts[0], 60)
-        assert whole.result() == alone(loaded, *asked)
+        assert whole.result() == alone(embedded, *asked)
 
 
-def test_a_sampler_that_raises_gives_its_own_request_alone_a_500(server, loaded, monkeypatch):
+def test_a_sampler_that_raises_gives_its_own_request_alone_a_500(server, embedded, monkeypatch):
     own = Sampler.draw
 
     def draw(sampler: Any, logprobs: Any, number: int) -> Any:
@@ -135,20 +129,20 @@ def test_a_sampler_that_raises_gives_its_own_request_alone_a_500(server, loaded,
         until(lambda: server.scheduler.slots > 0)
         with pytest.raises(openai.InternalServerError, match="no such token"):
             server.ask(words(1250, 40), 9, seed=33)
-        assert first.result() == alone(loaded, words(1200, 30), 60)
-        assert third.result() == alone(loaded, words(1300, 30), 60)
+        assert first.result() == alone(embedded, words(1200, 30), 60)
+        assert third.result() == alone(embedded, words(1300, 30), 60)
     until(lambda: server.scheduler.ledger.reserved == 0)
 
 
-def test_one_with_a_seed_gets_a_500_too(server, breaking, loaded):
+def test_one_with_a_seed_gets_a_500_too(server, breaking, embedded):
     breaking.at = 1
     with pytest.raises(openai.InternalServerError, match="out of memory"):
         server.ask(words(0, 30), 4, seed=3)
     until(lambda: server.scheduler.ledger.reserved == 0)
-    assert server.ask(words(40, 30), 6) == alone(loaded, words(40, 30), 6)
+    assert server.ask(words(40, 30), 6) == alone(embedded, words(40, 30), 6)
 
 
-def test_a_loop_that_breaks_off_begins_anew(server, breaking, loaded, monkeypatch):
+def test_a_loop_that_breaks_off_begins_anew(server, breaking, embedded, monkeypatch):
     """What goes wrong outside of a step fails all that run, and no one who comes later."""
     scheduler = server.scheduler
 
@@ -160,22 +154,22 @@ def test_a_loop_that_breaks_off_begins_anew(server, breaking, loaded, monkeypatc
         server.ask(words(0, 30), 4)
     monkeypatch.undo()
     assert scheduler.ledger.reserved == 0
-    assert server.ask(words(40, 30), 6) == alone(loaded, words(40, 30), 6)
+    assert server.ask(words(40, 30), 6) == alone(embedded, words(40, 30), 6)
     assert health(server)[0] == 200
 
 
-def test_what_cannot_be_kept_is_forgotten_and_answered(server, loaded, monkeypatch):
+def test_what_cannot_be_kept_is_forgotten_and_answered(server, embedded, monkeypatch):
     def refused(*_: Any) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr("mlx_h2o.serve.conversations.pieces_of", refused)
-    assert server.ask(words(90, 30), 6) == alone(loaded, words(90, 30), 6)
+    assert server.ask(words(90, 30), 6) == alone(embedded, words(90, 30), 6)
     assert server.scheduler.is_alive
 
 
 @pytest.mark.parametrize("position", [60, 66])
 def test_a_cache_that_fails_ends_its_own_answer_and_no_other_of_its_batch(
-    server, loaded, monkeypatch, position
+    server, embedded, monkeypatch, position
 ):
     """All take the step that raises; those that do not fail by themselves give what they would."""
     own, prompts = H2OKVCache.attend, [words(1500 + 70 * i, 40) for i in range(3)]
@@ -194,6 +188,6 @@ def test_a_cache_that_fails_ends_its_own_answer_and_no_other_of_its_batch(
         until(lambda: server.scheduler.slots > 0)
         with pytest.raises(openai.InternalServerError, match="this one fails"):
             server.ask(prompts[1], 40, extra_body={"mlx_h2o": broken})
-        assert first.result() == alone(loaded, prompts[0], 40)
-        assert third.result() == alone(loaded, prompts[2], 40)
+        assert first.result() == alone(embedded, prompts[0], 40)
+        assert third.result() == alone(embedded, prompts[2], 40)
     until(lambda: server.scheduler.ledger.reserved == 0)

@@ -425,12 +425,12 @@ def test_no_way_out_leaves_a_thread_behind(way, tmp_path):
             "none in time": ["--model", str(tmp_path)],
             "SIGTERM": [],
         }[way]
-        for i in range(10):
+        for i in range(5):
             process = subprocess.Popen(
                 command(*options), stderr=subprocess.PIPE, text=True, env=environment
             )
             if way == "SIGTERM":
-                time.sleep(0.3 * i)
+                time.sleep(0.6 * i)
                 process.terminate()
             _, said = process.communicate(timeout=120)
             assert "terminate called" not in said

@@ -26,11 +26,6 @@ SYSTEM = "You are a clerk of the court. Answer in French."
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return mlx_h2o.load(MODEL)
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with serving(defaults=SETTINGS) as running:
         yield running
@@ -55,10 +50,10 @@ def newest(running: Running) -> Any:
 # -- what is pinned -------------------------------------------------------------------------------
 
 
-def test_sequences_of_one_batch_have_each_its_own_pins(server, loaded):
+def test_sequences_of_one_batch_have_each_its_own_pins(server, embedded):
     """By text, by another, by tokens, and none; all get what each gets alone."""
     text = f"{words(0, 20)}. The Fee shall mean ten ducats. {words(20, 50)}"
-    _, tokenizer = loaded
+    _, tokenizer = embedded
     tokens = tokenizer.encode(text)
     asked = [{"texts": ["ten ducats"]}, {"texts": ["shall mean"]}, {"spans": [[3, 9]]}, {}]
     rules = [PinRules(texts=("ten ducats",)), PinRules(texts=("shall mean",))]
@@ -66,7 +61,7 @@ def test_sequences_of_one_batch_have_each_its_own_pins(server, loaded):
     assert spans[0][0][0] > spans[1][0][0]
     with ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda one: server.ask(text, 12, extra_body=pins(**one)), asked)
-        assert list(answers) == [alone(loaded, text, 12, **SETTINGS, pins=each) for each in spans]
+        assert list(answers) == [alone(embedded, text, 12, **SETTINGS, pins=each) for each in spans]
     until(lambda: len(server.scheduler.conversations) >= 4)
     held = {idle.place.mark.pins: idle.cache for idle in server.scheduler.conversations.entries}
     assert all(holds(held[each], *each) for each in spans)
@@ -91,7 +86,7 @@ def test_a_pinned_system_prompt_stays_through_a_long_chat(server):
     assert holds(last.cache, (first, end))
 
 
-def test_what_the_server_pins_is_looked_for_and_need_not_be_there(loaded):
+def test_what_the_server_pins_is_looked_for_and_need_not_be_there(embedded):
     usual = PinRequest(("system",), ("ducats",), spans=((3, 5), (900, 950)), required=False)
     with serving(pins=usual, defaults=SETTINGS) as running:
         assert running.ask("And Anne said to Toby that") is not None
@@ -129,8 +124,8 @@ def test_a_pinned_prefix_serves_the_same_pins_only(server):
     assert known({"texts": [words(200, 3)]}, answer + later) == 0
 
 
-def test_pins_survive_shrinking_files_and_a_restart(tmp_path, loaded):
-    need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], **SETTINGS))
+def test_pins_survive_shrinking_files_and_a_restart(tmp_path, embedded):
+    need = most_bytes(mlx_h2o.make_prompt_cache(embedded[0], **SETTINGS))
     text = f"{words(0, 10)} ten ducats {words(10, 60)}"
     asked = pins(texts=["ten ducats"])
     settings: dict[str, Any] = {

@@ -280,10 +280,10 @@ def test_a_stopped_answer_to_a_conversation_is_there_after_a_kill(servers, tmp_p
 
 
 @pytest.mark.slow
-def test_what_was_answered_is_there_after_two_hundred_kills(servers, tmp_path):
-    tally = killed_again_and_again(servers, tmp_path, 200, seed=2)
+def test_what_was_answered_is_there_after_many_kills(servers, tmp_path):
+    tally = killed_again_and_again(servers, tmp_path, 30, seed=2)
     print(tally)
-    assert tally.found == tally.expected > 200
+    assert tally.found == tally.expected > 30
 
 
 # -- continuations by an unchanged client ---------------------------------------------------------

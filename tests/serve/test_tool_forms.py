@@ -13,7 +13,6 @@ pytest.importorskip("llguidance")
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-import mlx_h2o
 from mlx_h2o.serve.grammar import grammar_of
 from mlx_h2o.serve.protocol import Chat
 from mlx_h2o.serve.tools import FAMILIES, calls_of
@@ -70,24 +69,19 @@ TAGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Any:
-    return mlx_h2o.load("builtin:recall-4m")
-
-
 class Writer:
     """A tokenizer and a grammar of calls.
 
     Args:
-        loaded: Model and tokenizer.
+        embedded: Model and tokenizer.
         family: Whose calls.
         most: Calls that there may be.
         special: Tokens to add to the tokenizer.
     """
 
-    def __init__(self, loaded: Any, family: str, most: int = 1, special: Any = ()):
+    def __init__(self, embedded: Any, family: str, most: int = 1, special: Any = ()):
 
-        self.tokenizer = copy.deepcopy(loaded[1]._tokenizer)
+        self.tokenizer = copy.deepcopy(embedded[1]._tokenizer)
         if special:
             self.tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
         tokenizer = from_tokenizer(self.tokenizer)
@@ -123,11 +117,11 @@ def test_all_families_are_written_here():
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_as_the_family_writes_it_may_be_written_and_is_read(loaded, family, special):
+def test_a_call_as_the_family_writes_it_may_be_written_and_is_read(embedded, family, special):
     text = WRITTEN[family]
     call = first_of(read(family, text))
     assert (call["name"], call["arguments"]) == ("get_weather", ARGUMENTS)
-    writer = Writer(loaded, family, special=TAGS.get(family, ()) if special else ())
+    writer = Writer(embedded, family, special=TAGS.get(family, ()) if special else ())
     assert writer.may_write(text)
 
 
@@ -141,21 +135,21 @@ def test_a_call_as_the_family_writes_it_may_be_written_and_is_read(loaded, famil
         ("2", '"2"'),
     ],
 )
-def test_what_no_tool_takes_cannot_be_written(loaded, family, right, wrong):
-    assert not Writer(loaded, family).may_write(WRITTEN[family].replace(right, wrong))
+def test_what_no_tool_takes_cannot_be_written(embedded, family, right, wrong):
+    assert not Writer(embedded, family).may_write(WRITTEN[family].replace(right, wrong))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_many_calls_as_are_allowed(loaded, family):
+def test_as_many_calls_as_are_allowed(embedded, family):
     begin, end = FAMILIES[family].around
     one = WRITTEN[family].removeprefix(begin).removesuffix(end)
     two = begin + one + FAMILIES[family].between + one + end
-    assert Writer(loaded, family, most=2).may_write(two)
-    assert not Writer(loaded, family, most=1).may_write(two)
+    assert Writer(embedded, family, most=2).may_write(two)
+    assert not Writer(embedded, family, most=1).may_write(two)
 
 
-def test_arguments_that_are_not_required_may_be_missing(loaded):
-    writer = Writer(loaded, "pythonic")
+def test_arguments_that_are_not_required_may_be_missing(embedded):
+    writer = Writer(embedded, "pythonic")
     for arguments in ('city="x"', 'city="x", unit="F"', 'city="x", days=1'):
         assert writer.may_write(f"<|tool_call_start|>[get_weather({arguments})]<|tool_call_end|>")
     for arguments in ("", "days=1", 'days=1, city="x"', 'city="x", unit="K"'):
@@ -164,7 +158,7 @@ def test_arguments_that_are_not_required_may_be_missing(loaded):
     assert writer.may_write("<|tool_call_start|>[stop()]<|tool_call_end|>")
 
 
-def test_only_the_tool_that_was_asked_for(loaded):
+def test_only_the_tool_that_was_asked_for(embedded):
     tools = [{"function": WEATHER}, {"function": STOP}]
     module = importlib.import_module("mlx_lm.tool_parsers.pythonic")
     tokenizer = SimpleNamespace(

@@ -15,24 +15,17 @@ from starlette.requests import Request
 
 import mlx_h2o
 from mlx_h2o.caches.conversation import bounded_entries
-from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.serve.access import AccessRules, is_loopback
 from mlx_h2o.serve.conversations import pieces_of
 from mlx_h2o.serve.errors import ApiError
 from mlx_h2o.serve.keys import tokens_of
-from serving import MODEL, Running, serving
-
-WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
+from serving import MODEL, Running, serving, words
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with serving() as running:
         yield running
-
-
-def words(first: int, count: int) -> str:
-    return " ".join(WORDS[first : first + count])
 
 
 def fetch(

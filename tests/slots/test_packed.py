@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from arrays import numpy_of
 from mlx_h2o import H2OKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_h2o.attention.backends import reference
 from mlx_h2o.attention.backends.choice import only_reference
@@ -26,10 +27,6 @@ from tiny_models import TinyLayer, tiny_model
 D, DV, SCALE = 128, 256, 128**-0.5
 #: Largest error of an output, beyond its dtype's rounding.
 ATOL = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
-
-
-def numbers(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32))
 
 
 def operands(
@@ -74,12 +71,12 @@ def test_a_packed_row_is_the_numbers_it_stands_for(dtype, group, L, N, bits, gro
     )
     assert got[0].dtype == dtype
     for a, b, atol in zip(got, expected, (ATOL[dtype], 1e-5, 1e-5), strict=True):
-        np.testing.assert_allclose(numbers(a), numbers(b), atol=atol, rtol=1e-6)
+        np.testing.assert_allclose(numpy_of(a), numpy_of(b), atol=atol, rtol=1e-6)
     out = scaled_dot_product_attention(q, *packed, scale=SCALE, mask=mask)
-    np.testing.assert_allclose(numbers(out), numbers(expected[0]), atol=ATOL[dtype])
+    np.testing.assert_allclose(numpy_of(out), numpy_of(expected[0]), atol=ATOL[dtype])
     _, mass, _ = scaled_dot_product_attention_with_mass(q, *packed, scale=SCALE, mask=mask)
     np.testing.assert_allclose(
-        numbers(mass), numbers(attention_mass(expected[1], expected[2], 2)), atol=1e-5
+        numpy_of(mass), numpy_of(attention_mass(expected[1], expected[2], 2)), atol=1e-5
     )
 
 
@@ -98,9 +95,9 @@ def test_in_registers_or_beforehand_makes_no_difference(dtype, bits, N, sinks):
         q.astype(mx.float32), *plain, scale=SCALE, sinks=column
     )
     out, _, _ = scaled_dot_product_attention_with_scores(q, *packed, scale=SCALE, sinks=column)
-    error = np.abs(numbers(out) - numbers(expected)).max()
+    error = np.abs(numpy_of(out) - numpy_of(expected)).max()
     # One rounding of the output to bfloat16 may alone be more than 1e-3.
-    assert error < (1e-3 if dtype == mx.float16 else 1e-3 + numbers(mx.abs(expected)).max() / 256)
+    assert error < (1e-3 if dtype == mx.float16 else 1e-3 + numpy_of(mx.abs(expected)).max() / 256)
 
 
 def test_one_side_may_be_packed_alone():
@@ -110,7 +107,7 @@ def test_one_side_may_be_packed_alone():
         plain = [x.dequantized() if isinstance(x, PackedRows) else x for x in rows]
         expected, _, _ = reference.attention_with_scores(q, *plain, scale=SCALE)
         out = scaled_dot_product_attention(q, *rows, scale=SCALE)
-        np.testing.assert_allclose(numbers(out), numbers(expected), atol=1e-3)
+        np.testing.assert_allclose(numpy_of(out), numpy_of(expected), atol=1e-3)
 
 
 def test_packed_rows_lie_in_a_flat_store_as_well():
@@ -123,7 +120,7 @@ def test_packed_rows_lie_in_a_flat_store_as_well():
     )
     got = scaled_dot_product_attention_with_scores(q, *packed, scale=SCALE, ranges=ranges)
     for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(numbers(a), numbers(b), atol=1e-5)
+        np.testing.assert_allclose(numpy_of(a), numpy_of(b), atol=1e-5)
 
 
 def test_a_slice_of_a_larger_buffer_is_read_where_it_lies():
@@ -134,7 +131,7 @@ def test_a_slice_of_a_larger_buffer_is_read_where_it_lies():
         q, *(rows.dequantized()[:, :, 10:70] for rows in whole), scale=SCALE
     )
     out = scaled_dot_product_attention(q, *part, scale=SCALE)
-    np.testing.assert_allclose(numbers(out), numbers(expected), atol=2e-6)
+    np.testing.assert_allclose(numpy_of(out), numpy_of(expected), atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +214,10 @@ def test_fused_steps_do_what_the_reference_does(packing, mode, policy):
             LAYER.feed(plain, count, chunk) for count, chunk in ((50, 25), (120, 1), (30, 30))
         ]
     for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(numbers(a), numbers(b), atol=2e-5)
+        np.testing.assert_allclose(numpy_of(a), numpy_of(b), atol=2e-5)
     for name, array in plain.arrays().items():
         np.testing.assert_allclose(
-            numbers(fused.arrays()[name]), numbers(array), atol=1e-4, err_msg=name
+            numpy_of(fused.arrays()[name]), numpy_of(array), atol=1e-4, err_msg=name
         )
 
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from arrays import numpy_of
 from mlx_h2o import H2OKVCache, load, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_h2o.attention.backends import reference
 from mlx_h2o.attention.backends.choice import only_reference
@@ -24,10 +25,6 @@ from tiny_models import TinyLayer, kept_positions
 LAYER = TinyLayer(heads=2, group=2, key_width=64, value_width=32)
 #: Chunks and steps: a prompt beyond the budget, decoding, chunks smaller and larger than the zone.
 FEEDS = ((50, 25), (70, 1), (3, 3), (20, 1), (30, 30), (25, 1))
-
-
-def numbers(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32))
 
 
 def mixed(budgets=(32, 32), policy="distinct", **packing) -> H2OKVCache:
@@ -58,9 +55,9 @@ def test_rows_in_more_bits_are_the_same_numbers(bits, wider, dtype):
 def test_rows_in_fewer_bits_err_no_more_than_packing_anew(bits, fewer, group_size):
     x = mx.random.normal((3, 40, 128))
     moved = PackedRows.of(x, bits, group_size).with_bits(fewer)
-    groups = numbers(x).reshape(-1, group_size)
+    groups = numpy_of(x).reshape(-1, group_size)
     span = (groups.max(axis=1) - groups.min(axis=1))[:, None]
-    error = np.abs(numbers(moved.dequantized()).reshape(groups.shape) - groups)
+    error = np.abs(numpy_of(moved.dequantized()).reshape(groups.shape) - groups)
     # Half an interval of the first packing, and half of one of 2^fewer over the same levels.
     levels = 2**bits / (2**bits - 1)
     bound = 0.5 * span * (levels / 2**fewer)
@@ -73,8 +70,8 @@ def test_moving_keeps_what_was_written():
     """8 bits out of 4 hold the same levels, scale and bias."""
     x = mx.random.normal((5, 64)).astype(mx.bfloat16)
     four, eight = PackedRows.of(x, 4, 32), PackedRows.of(x, 4, 32).with_bits(8)
-    levels = numbers(eight.words.view(mx.uint8)).reshape(5, 64)
-    nibbles = numbers(four.words.view(mx.uint8)).astype(int)
+    levels = numpy_of(eight.words.view(mx.uint8)).reshape(5, 64)
+    nibbles = numpy_of(four.words.view(mx.uint8)).astype(int)
     assert (levels[:, 0::2] == nibbles % 16).all()
     assert (levels[:, 1::2] == nibbles // 16).all()
     assert mx.array_equal(four.scales, eight.scales)
@@ -109,13 +106,13 @@ def test_joined_rows_are_attended_as_one(mask, L, first, second, dtype):
     out, scores, lse = scaled_dot_product_attention_with_scores(q, *joined, **call)
     assert out.dtype == dtype
     for got, want in ((out, expected[0]), (lse, expected[2])):
-        np.testing.assert_allclose(numbers(got), numbers(want), atol=tolerance)
-    np.testing.assert_allclose(numbers(scores), numbers(expected[1]), atol=tolerance)
+        np.testing.assert_allclose(numpy_of(got), numpy_of(want), atol=tolerance)
+    np.testing.assert_allclose(numpy_of(scores), numpy_of(expected[1]), atol=tolerance)
     alone = scaled_dot_product_attention(q, *joined, **call)
-    np.testing.assert_allclose(numbers(alone), numbers(expected[0]), atol=tolerance)
+    np.testing.assert_allclose(numpy_of(alone), numpy_of(expected[0]), atol=tolerance)
     _, mass, _ = scaled_dot_product_attention_with_mass(q, *joined, **call)
     want = reference.attention_mass(expected[1], expected[2], 3)
-    np.testing.assert_allclose(numbers(mass), numbers(want), atol=tolerance)
+    np.testing.assert_allclose(numpy_of(mass), numpy_of(want), atol=tolerance)
 
 
 def test_rows_joined_differently_are_refused():
@@ -145,12 +142,12 @@ def test_a_zone_of_the_same_width_changes_nothing(packing, budgets, policy):
         if "v_bits" in packing and chunk > 1:
             count, chunk = 50, 1
         a, b = LAYER.feed(plain, count, chunk), LAYER.feed(zoned, count, chunk)
-        np.testing.assert_allclose(numbers(a), numbers(b), atol=2e-5)
+        np.testing.assert_allclose(numpy_of(a), numpy_of(b), atol=2e-5)
         assert kept_positions(plain) == kept_positions(zoned)
         assert plain.size() == zoned.size()
         assert plain.evicted == zoned.evicted
         np.testing.assert_allclose(
-            numbers(plain.remainder.mean_key), numbers(zoned.remainder.mean_key), atol=1e-5
+            numpy_of(plain.remainder.mean_key), numpy_of(zoned.remainder.mean_key), atol=1e-5
         )
 
 
@@ -196,7 +193,7 @@ def test_a_wider_zone_makes_the_newest_tokens_exact():
     }.items():
         policy = make_policy("streaming", recent=16)
         cache = H2OKVCache(64, policy=policy, remainder=False, group_size=32, **packing)
-        outs[name] = numbers(LAYER.feed(cache, 200, 1))
+        outs[name] = numpy_of(LAYER.feed(cache, 200, 1))
     errors = {name: np.abs(out - outs["dense"]).mean() for name, out in outs.items()}
     assert 0 < max(errors["4 and 16"], errors["4 and 8"]) < 0.95 * errors["4"]
 
@@ -211,7 +208,7 @@ def test_evict_every_and_layers_choose_from_the_kept():
         )
         for count, chunk in FEEDS:
             a, b = LAYER.feed(plain, count, chunk), LAYER.feed(zoned, count, chunk)
-            np.testing.assert_allclose(numbers(a), numbers(b), atol=2e-5)
+            np.testing.assert_allclose(numpy_of(a), numpy_of(b), atol=2e-5)
             assert kept_positions(plain) == kept_positions(zoned)
 
 
@@ -228,7 +225,7 @@ def test_tokens_can_be_taken_back_from_the_zone_and_beyond():
         assert cache.trim(15) == 15
         assert cache.offset == 8
     outs = [LAYER.feed(cache, 60, 1) for cache in (zoned, plain)]
-    np.testing.assert_allclose(numbers(outs[0]), numbers(outs[1]), atol=2e-5)
+    np.testing.assert_allclose(numpy_of(outs[0]), numpy_of(outs[1]), atol=2e-5)
     assert kept_positions(zoned) == kept_positions(plain)
     with pytest.raises(ValueError, match="Cannot take back 1 tokens"):
         zoned.trim(1)
@@ -243,7 +240,7 @@ def test_budgets_change(sizes):
         for cache in (zoned, plain):
             cache.resize(size)
         outs = [LAYER.feed(cache, 70, 1) for cache in (zoned, plain)]
-        np.testing.assert_allclose(numbers(outs[0]), numbers(outs[1]), atol=3e-5)
+        np.testing.assert_allclose(numpy_of(outs[0]), numpy_of(outs[1]), atol=3e-5)
         assert kept_positions(zoned) == kept_positions(plain)
 
 
@@ -265,10 +262,10 @@ def test_a_state_once_taken_stays_as_it_was():
         cache = mixed(bits=8, recent_bits=UNPACKED)
         LAYER.feed(cache, 60)
         taken, _ = cache.state
-        before = {name: numbers(array) for name, array in taken.items()}
+        before = {name: numpy_of(array) for name, array in taken.items()}
         LAYER.feed(cache, 5)
         for name, array in taken.items():
-            np.testing.assert_array_equal(numbers(array), before[name], err_msg=name)
+            np.testing.assert_array_equal(numpy_of(array), before[name], err_msg=name)
 
 
 def test_a_file_with_too_few_recent_tokens_is_refused():
@@ -362,7 +359,7 @@ def test_fused_steps_do_what_the_reference_does(packing, budgets, policy, dtype)
     assert kept_positions(fused) == kept_positions(plain)
     for a, b in zip(got, expected, strict=True):
         atol = 3e-5 if dtype == mx.float32 else 2e-2
-        np.testing.assert_allclose(numbers(a), numbers(b), atol=atol)
+        np.testing.assert_allclose(numpy_of(a), numpy_of(b), atol=atol)
     assert fused.config() == plain.config()
     for name, array in plain.arrays().items():
         assert fused_arrays[name].shape == array.shape, name
@@ -370,7 +367,7 @@ def test_fused_steps_do_what_the_reference_does(packing, budgets, policy, dtype)
             continue
         atol = 2e-4 if dtype == mx.float32 else 2e-2
         np.testing.assert_allclose(
-            numbers(fused_arrays[name]), numbers(array), atol=atol, rtol=1e-3, err_msg=name
+            numpy_of(fused_arrays[name]), numpy_of(array), atol=atol, rtol=1e-3, err_msg=name
         )
     for run in plain.store.runs:
         a, b = fused.store.views(run), plain.store.views(run)

@@ -94,6 +94,7 @@ def cache_of(spill, frame=False, dtype=mx.float32, **options):
     return H2OKVCache(spill=spill, **{**size, **options})
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("reference", [False, True], ids=["fused", "definition"])
 @pytest.mark.parametrize("store", STORES)
 def test_what_slots_hold_is_in_the_file(tmp_path, store, reference):
@@ -275,6 +276,7 @@ def test_other_settings_are_refused(spill):
         H2OKVCache(16, spill=spill)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "family", ["gemma3_text", "gemma2_by_itself", "phi3small", "deepseek_v3", "qwen3_next"]
 )
