@@ -84,7 +84,7 @@ def kernels_of_the_extension() -> Path | None:
 SANITIZE = STEP == 1
 HOW: tuple[str, ...] = ("-DMLX_H2O_SANITIZE=ON",)
 if not SANITIZE:
-    HOW = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_C_FLAGS=-O1", "-DCMAKE_CXX_FLAGS=-O1")
+    HOW = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1", "-DMLX_H2O_PRECOMPILED=ON")
     HOW += (f"-DMLX_H2O_CPU_LIBRARY={kernels_of_the_extension() or ''}",)
 # A build of each kind has a folder, so that neither tier compiles what the other left.
 KIND = "sanitized" if SANITIZE else "quick"

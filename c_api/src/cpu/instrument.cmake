@@ -1,5 +1,6 @@
 # instrument(target): what MLX_H2O_SANITIZE asks for.
 option(MLX_H2O_SANITIZE "AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
+option(MLX_H2O_PRECOMPILED "Read MLX's headers once for all files: half of the time" ${MLX_H2O_SANITIZE})
 
 function(instrument target)
   if(MLX_H2O_SANITIZE)
@@ -12,10 +13,10 @@ function(instrument target)
   endif()
 endfunction()
 
-# mlx_once(target): reads MLX's headers once for all files of an instrumented target, which is a
-# quarter of its time. Other builds go without, so that each file must include what it needs.
-function(mlx_once target)
-  if(MLX_H2O_SANITIZE)
-    target_precompile_headers(${target} PRIVATE <mlx/mlx.h>)
+# mlx_once(target, header): reads MLX's headers once for all files of a target that tests build. Other
+# builds go without, so that each file must include what it needs.
+function(mlx_once target header)
+  if(MLX_H2O_PRECOMPILED)
+    target_precompile_headers(${target} PRIVATE "${header}")
   endif()
 endfunction()
