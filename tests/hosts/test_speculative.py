@@ -147,6 +147,34 @@ def test_a_long_prompt_is_read_in_the_chunks_of_plain_decoding(monkeypatch):
         assert tokens == plain
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_it_begins_after_a_prompt_was_read_alone_and_from_a_file(loaded, tmp_path):
+    """What was read before need not be taken back: `undo` is of the next tokens."""
+    model, draft = tiny_model("llama"), spoiled(tiny_model("llama"))
+    prompt, settings = prompt_tokens(60), {"max_size": 24, "undo": 2}
+    caches = []
+    for one in (model, model, draft):
+        cache = make_prompt_cache(one, **settings)
+        mx.eval(one(mx.array([prompt]), cache=cache))
+        if loaded:
+            mlx_h2o.save_prompt_cache(tmp_path / "cache", cache)
+            cache = mlx_h2o.load_prompt_cache(tmp_path / "cache")
+        caches.append(cache)
+    assert not mlx_lm_cache.can_trim_prompt_cache(caches[0])
+    plain = plainly(model, [3], caches[0], max_tokens=STEPS)
+    tokens, drafted = speculatively(model, draft, [3], caches[1] + caches[2], 2, max_tokens=STEPS)
+    assert tokens == plain
+    assert drafted > 0
+
+
+def test_a_window_that_has_moved_on_is_still_refused():
+    model = tiny_model("gemma3_text")
+    cache, other = (make_prompt_cache(model, 32, undo=2) for _ in range(2))
+    mx.eval(model(mx.array([prompt_tokens(60)]), cache=cache))
+    with pytest.raises(ValueError, match="trimmable"):
+        speculatively(model, model, [3], cache + other, 2, max_tokens=4)
+
+
 # -- refused when it is asked for -----------------------------------------------------------------
 
 

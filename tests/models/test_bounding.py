@@ -66,6 +66,23 @@ def generated(loaded, prompt, tokens=8, **options):
 # -- what stands in mlx-lm's places ---------------------------------------------------------------
 
 
+def test_a_file_of_mlx_lms_growing_caches_is_refused(tmp_path):
+    """It would run past the bound, without a word."""
+    model, file = tiny_model("llama"), str(tmp_path / "stock.safetensors")
+    stock = stock_caches(model)
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=stock))
+    mlx_lm_cache.save_prompt_cache(file, stock, {"model": "tiny"})
+    mlx_h2o.install(max_size=SIZE)
+    try:
+        for arguments in ((file,), (file, True)):
+            with pytest.raises(ValueError, match="KVCache, which would grow .*uninstall"):
+                mlx_lm_cache.load_prompt_cache(*arguments)
+    finally:
+        mlx_h2o.uninstall()
+        mlx_h2o.install()
+    assert mlx_lm_cache.load_prompt_cache(file)[0].offset == 3
+
+
 def test_every_holder_of_mlx_lms_function_gets_ours_and_its_own_back():
     """By module, by name, and under another name, as STOCK and make_prompt_cache here."""
     own, here = mlx_lm_cache.make_prompt_cache, sys.modules[__name__]

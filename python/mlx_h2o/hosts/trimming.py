@@ -11,24 +11,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
-# Whether "can be trimmed" has to mean "by any number of tokens".
-_by_any: ContextVar[bool] = ContextVar("by_any", default=False)
+from mlx_h2o.hosts.cache_lists import entries
+
+# What "can be trimmed" has to mean: by some tokens now, by any number of tokens (the LRU cache), or
+# by the tokens that come next (the beginning of speculative decoding).
+Meaning = Literal["some", "any", "next"]
+_meaning: ContextVar[Meaning] = ContextVar("meaning", default="some")
 
 
-def bounded(cache: Iterable[Any]) -> Iterator[Any]:
+@contextmanager
+def _meant(meaning: Meaning) -> Iterator[None]:
+    token = _meaning.set(meaning)
+    try:
+        yield
+    finally:
+        _meaning.reset(token)
+
+
+def bounded(cache: Sequence[Any]) -> list[Any]:
     """The bounded caches of a list, members of a CacheList too."""
-    for entry in cache:
-        if hasattr(entry, "require_trimmable"):
-            yield entry
-        else:
-            yield from bounded(getattr(entry, "caches", ()))
+    return [entry for _, entry in entries(cache) if hasattr(entry, "require_trimmable")]
 
 
 def trimming(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +46,7 @@ def trimming(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def trim_prompt_cache(cache: list[Any], num_tokens: int) -> Any:
-        ours = list(bounded(cache))
+        ours = bounded(cache)
         if ours and num_tokens > 0:
             for layer in ours:
                 layer.require_trimmable(num_tokens)
@@ -52,12 +62,20 @@ def trimming(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asking(original: Callable[..., bool]) -> Callable[..., bool]:
-    """mlx-lm's `can_trim_prompt_cache`; for the LRU cache it means "by any number of tokens"."""
+    """mlx-lm's `can_trim_prompt_cache`, in the meaning that its caller needs.
+
+    What a cache took in before speculative decoding begins (a loaded cache, a prompt that was read
+    alone) need not be taken back: `undo` says what of the next tokens can be.
+    """
 
     @functools.wraps(original)
     def can_trim_prompt_cache(cache: list[Any]) -> bool:
-        if _by_any.get() and any(layer.trimmable < layer.offset for layer in bounded(cache)):
+        ours, meaning = bounded(cache), _meaning.get()
+        if meaning == "any" and any(layer.trimmable < layer.offset for layer in ours):
             return False
+        if meaning == "next" and ours:
+            others = [e for _, e in entries(cache) if not hasattr(e, "require_trimmable")]
+            return all(layer.undo for layer in ours) and bool(original(others))
         return bool(original(cache))
 
     return can_trim_prompt_cache
@@ -68,11 +86,8 @@ def by_any_number(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        token = _by_any.set(True)
-        try:
+        with _meant("any"):
             return original(*args, **kwargs)
-        finally:
-            _by_any.reset(token)
 
     return method
 
@@ -93,16 +108,25 @@ def speculating(original: Callable[..., Any]) -> Callable[..., Any]:
         if caches is None:  # mlx-lm will make caches, which `install` may bound
             models = (call.arguments[name] for name in ("model", "draft_model"))
             caches = [c for model in models for c in mlx_lm_cache.make_prompt_cache(model)]
-        ours = list(bounded(caches))
+        ours = bounded(caches)
         if ours:
             drafted = call.arguments.get(
                 "num_draft_tokens", signature.parameters["num_draft_tokens"].default
             )
             require_undo(min(layer.undo for layer in ours), drafted)
             call.arguments.setdefault("prefill_step_size", chunk)
-        return original(*call.args, **call.kwargs)
+        return _begun(original(*call.args, **call.kwargs))
 
     return speculative_generate_step
+
+
+def _begun(steps: Iterator[Any]) -> Iterator[Any]:
+    """The tokens of speculative decoding, which asks at its first whether caches can be trimmed."""
+    with _meant("next"):
+        first = next(steps, None)
+    if first is not None:
+        yield first
+        yield from steps
 
 
 def require_undo(undo: int, drafted: int) -> None:

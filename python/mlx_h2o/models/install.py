@@ -8,16 +8,22 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 import mlx.nn as nn
+from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import _checks
 from mlx_h2o.budgets.options import DEFAULTS, NAMES, CacheOptions
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.patching import replace_everywhere
 from mlx_h2o.hosts.refusals import NothingToBound
 from mlx_h2o.hosts.stock_caches import asking, stock_caches, stock_function
 from mlx_h2o.models.make import bounded_caches
 
+#: mlx-lm's caches that hold every token.
+GROWING = ("KVCache", "QuantizedKVCache", "ConcatenateKVCache")
+# mlx-lm's own function.
+_stock_load = mlx_lm_cache.load_prompt_cache
 # The function that replaces mlx-lm's now, or None.
 _bounded: Callable[..., list[Any]] | None = None
 
@@ -107,8 +113,25 @@ def bounding(settings: ModelSettings) -> Callable[..., list[Any]]:
     return make_prompt_cache
 
 
+@functools.wraps(_stock_load)
+def _load_bounded(file_name: Any, return_metadata: bool = False) -> Any:
+    loaded = _stock_load(file_name, return_metadata)
+    cache = loaded[0] if return_metadata else loaded
+    growing = [type(entry).__name__ for _, entry in entries(cache)]
+    growing = [name for name in growing if name in GROWING]
+    if growing and _bounded is not None:
+        raise ValueError(
+            f"{file_name} holds mlx-lm's {growing[0]}, which would grow without bound although "
+            "mlx_h2o.install() bounds what mlx-lm makes. Read the prompt again into a cache of "
+            "mlx_h2o.make_prompt_cache, or call mlx_h2o.uninstall() first."
+        )
+    return loaded
+
+
 def _replace(new: Callable[..., list[Any]] | None) -> None:
-    """Replace mlx-lm's function by this one; None restores mlx-lm's."""
+    """Replace mlx-lm's `make_prompt_cache` by this one; None restores mlx-lm's."""
     global _bounded
     replace_everywhere(_bounded or stock_function, new or stock_function)
+    loads = (_load_bounded, _stock_load)
+    replace_everywhere(*(reversed(loads) if new else loads))
     _bounded = new
