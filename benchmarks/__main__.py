@@ -14,7 +14,7 @@ from benchmarks.report import Report, meaning
 from mlx_h2o._files import require_folder, write_kept
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.cli import main as run_main
-from mlx_h2o.cli.options import DTYPES, add_model_option, settle_model
+from mlx_h2o.cli.options import add_model_option, settle_model
 from mlx_h2o.cli.parsing import Parser
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.machine import load_average
@@ -22,6 +22,7 @@ from mlx_h2o.evaluate.plotting import drawing
 from mlx_h2o.loading.load import load
 
 FILE_NAME, PICTURE_NAME = "bench.json", "bench.png"
+DTYPES = ("float32", "float16", "bfloat16")
 PARTS = ("attention", "model", "batch", "threads", "products")
 # The parts that a chart shows.
 DRAWN = {"attention", "model"}

@@ -8,8 +8,7 @@ A block begins with its command and ends with `<!-- end -->`:
 
     <!-- results: mlx_h2o evaluate --preset compare -->
 
-The JSON file beside the page (docs/results/readme.json for the README) holds for each command its
-settings, when and where it was printed, and the tables as columns and rows. A block without
+The JSON file beside the page holds for each command its settings, when and where it was printed, and the tables as columns and rows. A block without
 settings was printed before settings were recorded; it says at which commit.
 tests/repo/test_results.py fails if a command no longer parses, if its settings have changed, or if
 page and JSON differ.
@@ -102,8 +101,6 @@ class Block:
 
 def record_of(page: Path) -> Path:
     """The JSON file that belongs to a page."""
-    if page == README:
-        return ROOT / "docs" / "results" / "readme.json"
     return page.with_suffix(".json")
 
 

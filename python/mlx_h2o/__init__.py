@@ -7,6 +7,8 @@ when one of its names is first used. (mlx-lm, on which most of them stand, takes
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mlx_h2o._install import backend_missing
+
 if TYPE_CHECKING:
     from mlx_h2o._blas import use_openblas
     from mlx_h2o.attention.ops import (
@@ -83,9 +85,14 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = found  # the next use finds it without this function
-    return found
+    try:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    except ImportError as error:
+        if (advice := backend_missing(error)) is None:
+            raise
+        raise ImportError(advice) from None
+    globals()[name] = value  # the next use finds it without this function
+    return value
 
 
 def __dir__() -> list[str]:

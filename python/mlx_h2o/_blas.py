@@ -75,7 +75,7 @@ def advice() -> str | None:
     """How to get a faster BLAS, in one line, or None where none is to be had."""
     if not is_reference() or os.environ.get(VARIABLE) == REFERENCE:
         return None
-    how = "mlx_h2o.use_openblas()" if openblas_file() else "pip install 'mlx-h2o[cpu]'"
+    how = "mlx_h2o.use_openblas()" if openblas_file() else "pip install scipy-openblas32"
     return (
         "MLX multiplies float32 matrices with the reference BLAS, which is slow. "
         f"To use OpenBLAS: {how}"

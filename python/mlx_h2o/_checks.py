@@ -149,5 +149,7 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """ " Did you mean ...?" where an unknown name resembles a known one; else an empty text."""
-    near = difflib.get_close_matches(name, list(known), 1)
+    names = list(known)
+    begun = [one for one in names if len(name) > 1 and one.startswith(name)]
+    near = begun or difflib.get_close_matches(name, names, 1)
     return f" Did you mean {near[0]}?" if near else ""

@@ -54,7 +54,7 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     command = "0 --model builtin:recall-4m --samples 2 --out".split()
     assert main([*command, str(tmp_path)]) == 0
     assert "the report's H2O, 256 slots" in capsys.readouterr().out
-    assert main([*command, str(tmp_path), "--resume", "--json"]) == 0
+    assert main([*command, str(tmp_path), "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert len(parts[0]["results"]["perplexity"]) == 4
 

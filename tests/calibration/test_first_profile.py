@@ -12,6 +12,7 @@ from mlx_h2o.budgets import profile_store
 from mlx_h2o.calibration.first_use import profile_at_load
 from mlx_h2o.cli import main, parser
 from mlx_h2o.cli.evaluate import methods_of
+from mlx_h2o.cli.options import profile_choice
 from mlx_h2o.evaluate.tuning import tuned_methods
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.recorder import Watcher, require_weighable, watched
@@ -238,7 +239,7 @@ def test_the_measuring_commands_can_refuse_it(command):
     for given, profile in (([], "first use"), (["--profile", "never"], "never")):
         args = parser().parse_args([*command.split(), *given])
         if command == "tune":
-            methods = tuned_methods(args.policies, args.bits, args.shares, args.profile)
+            methods = tuned_methods(args.policies, args.bits, args.shares, *profile_choice(args))
         else:
             methods = methods_of(args)
         ours = [method for method in methods if method.policy and "bits" in method.described()]

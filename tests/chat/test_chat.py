@@ -59,9 +59,9 @@ class Terminal:
 
 def test_a_chat_in_the_terminal(tmp_path):
     options = ("--model", "builtin:recall-4m", "--max-kv-size", "96", "--max-tokens", "12")
-    chat = Terminal(*options, "--pin-pattern", "secret number")
-    chat.read_until("> ")
     fact = "The secret number of Ada Hill is 4711."
+    chat = Terminal(*options, "--pin", fact)
+    chat.read_until("> ")
     said = chat.say(f"We met in spring. {fact} Then the summer came, and with it the heat.")
     status = re.search(
         r"\[(\d+) slots a head, [\d.]+ [kM]B, \d+ of (\d+) tokens evicted, (\d+) pinned",

@@ -278,7 +278,7 @@ def test_an_interrupted_command_leaves_nothing(
         (["--prefill", "0"], "--tokens and --prefill must be at least 1"),
         (["--text", "no such file"], "Cannot read the text"),
         (["--out", "no/such/folder/page.html"], "there is no folder"),
-        (["--max-kv-size", "6", "--budgets", "uniform"], "make --max-kv-size at least 8"),
+        (["--max-kv-size", "6", "--profile", "uniform"], "make --max-kv-size at least 8"),
     ],
 )
 def test_bad_options_say_what_to_do(

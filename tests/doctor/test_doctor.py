@@ -25,7 +25,7 @@ def small(monkeypatch):
 
 def only(part, monkeypatch):
     """Leaves the other parts of the examination out."""
-    for name in {"kernels", "conversation", "memory", "times"} - {part}:
+    for name in {"kernels", "conversation", "memory"} - {part}:
         monkeypatch.setattr(examination, f"{name}_section", lambda *_: NOTHING)
 
 
@@ -33,30 +33,23 @@ def test_the_whole_command(small, capsys):
     assert main(["doctor", "--quick", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report) == [
-        *("machine", "kernels", "conversation", "memory", "times"),
-        *("failures", "seconds"),
+        *("machine", "kernels", "conversation", "memory", "failures", "seconds"),
     ]
     assert report["failures"] == []
     assert report["machine"]["versions"]["mlx"]
     assert report["machine"]["memory"] > 1 << 28
     assert report["machine"]["kernels"].startswith("CPU")
-    assert {row["call"] for row in report["times"]} >= {
-        "MLX's attention",
-        "attention with scores",
-        "a decode step, dense",
-    }
-    assert all(row["us"] > 0 for row in report["times"])
     assert sum(row["variants"] for row in report["kernels"]) > 3
     assert [row["words alike"] for row in report["conversation"]] == [48] * 3
     assert {row["rows"] for row in report["memory"]} == {"dense", "8 bits", "4 bits"}
 
 
 def test_what_people_read(small, monkeypatch, capsys):
-    only("times", monkeypatch)
+    only("memory", monkeypatch)
     assert main(["doctor", "--quick"]) == 0
     printed = capsys.readouterr().out
     assert "blas: " in printed
-    assert "over MLX's" in printed
+    assert "peak of the prompt" in printed
     assert "no fault was found" in printed
 
 

@@ -118,6 +118,6 @@ def test_the_command_recommends_a_line(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "cache = mlx_h2o.make_prompt_cache(model, max_bytes=" in printed
     assert "<svg" in (tmp_path / "tuning.html").read_text()
-    assert main(["tune", *sizes, "--out", str(tmp_path), "--resume", "--json"]) == 0
+    assert main(["tune", *sizes, "--out", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recommended"].startswith("cache = ")
     assert main(["tune", "--prefill", "96", "--tokens", "96"]) == 2

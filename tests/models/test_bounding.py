@@ -75,7 +75,7 @@ def test_a_file_of_mlx_lms_growing_caches_is_refused(tmp_path):
     mlx_h2o.install(max_size=SIZE)
     try:
         for arguments in ((file,), (file, True)):
-            with pytest.raises(ValueError, match="KVCache, which would grow .*uninstall"):
+            with pytest.raises(ValueError, match=r"KVCache, which would grow .*uninstall"):
                 mlx_lm_cache.load_prompt_cache(*arguments)
     finally:
         mlx_h2o.uninstall()

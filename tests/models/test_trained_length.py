@@ -1,12 +1,14 @@
 """Conversations that are longer than what their model was trained for: said where people look."""
 
 import re
+import warnings
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
+from mlx_h2o.caches.trained_length import PastTraining
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.cli import main
 from mlx_h2o.loading.load import EMBEDDED_MODEL
@@ -52,6 +54,26 @@ def test_generate(positions, capsys):
     assert main(["generate", *options, "--positions", positions]) == 0
     told = capsys.readouterr().err
     assert ("the model was trained for" in told) == (positions == "absolute")
+
+
+def test_python_is_warned_once_and_told_by_description_and_plan(loaded):
+    model, _ = loaded
+    cache = mlx_h2o.make_prompt_cache(model, 64)
+    model(mx.ones((1, TRAINED), mx.int32), cache=cache)
+    assert "trained for" not in str(mlx_h2o.describe(cache))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(mx.ones((1, 1), mx.int32), cache=cache)
+    (one,) = warned
+    assert one.category is PastTraining
+    assert re.match('2,049 tokens .* positions="rolling"', str(one.message))
+    assert "2,051 tokens are more than the 2,048" in str(mlx_h2o.describe(cache))
+    long = mlx_h2o.make_prompt_cache(model, max_bytes="10%", context=9000)
+    assert "9,000 tokens are more" in str(mlx_h2o.describe(long))
+    assert "3,000 tokens are more" in str(mlx_h2o.plan(model, max_size=64, prompt=3000))
+    rolls = mlx_h2o.make_prompt_cache(model, 64, positions="rolling", context=9000)
+    assert "trained for" not in str(mlx_h2o.describe(rolls))
 
 
 def test_what_does_not_go_together_is_refused(capsys):

@@ -12,9 +12,9 @@ LONGEST_FUNCTION = 60
 
 # From the ground up; a module may import those of its own package and of the packages below,
 # without a circle.
-PACKAGES = """_checks _byte_size _files _progress _blas loading slots spill policies budgets
-    attention layer hosts caches calibration models compression chat evaluate doctor serve __init__
-    cli __main__""".split()
+PACKAGES = """_install _checks _byte_size _files _progress _blas loading slots spill policies
+    budgets attention layer hosts caches calibration models compression chat evaluate doctor
+    serve __init__ cli __main__""".split()
 FLOOR_OF = {name: i for i, name in enumerate(PACKAGES)}
 # Files that import the package's modules inside functions: what may be missing (the extension and
 # what stands on it), is chosen at run time, or takes long to load. Others do so at their top.

@@ -142,7 +142,7 @@ def refused_on_ranks(port: int, place: str, client: Any) -> None:
 @pytest.mark.slow
 def test_layers_that_choose_together_are_looked_at_but_not_tried():
     """What would be lost at half is a choice of all ranks, which one of them cannot begin."""
-    with shared("--policy", "h2o:unit=layer", "--budgets", "uniform") as port:
+    with shared("--policy", "h2o:unit=layer", "--profile", "uniform") as port:
         answer = client_of(port).completions.create(
             model=MODEL, prompt=words(0, 70), max_tokens=2, temperature=0
         )

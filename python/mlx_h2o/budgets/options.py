@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
+from mlx_h2o.policies.field_text import field_of_text
 from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.slots.pins import Span
@@ -91,3 +92,20 @@ NAMES = tuple(CacheOptions.__annotations__)
 def completed(options: CacheOptions) -> dict[str, Any]:
     """Every option by name, with its default if not given."""
     return {name: options.get(name, DEFAULTS.get(name)) for name in NAMES}
+
+
+def policy_and_options(spec: str) -> tuple[str, dict[str, Any]]:
+    """The policy's text and the options of its caches: "h2o:recent=64:bits=8" has both.
+
+    Raises:
+        ValueError: A field is not written FIELD=VALUE.
+    """
+    policy, *fields = spec.split(":")
+    options: dict[str, Any] = {}
+    for text in fields:
+        name, value = field_of_text(text)
+        if name in NAMES:
+            options[name] = value
+        else:
+            policy += f":{text}"
+    return policy, options

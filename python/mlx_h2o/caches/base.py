@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from mlx_h2o.attention.backends.choice import pack
 from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings, packing_of
+from mlx_h2o.caches.trained_length import PastTraining, past_training_text
 from mlx_h2o.layer import eviction, layer_factory, saved_state
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
@@ -154,6 +156,10 @@ class BoundedKVCache:
         self.share = share
         #: The tokens to which "25%" refers, of a cache made for a model; files do not hold it.
         self.context: int | None = None
+        #: The tokens on which the model was trained, in the one cache of a model that warns where a
+        #: conversation is longer; else 0. Files do not hold it.
+        self.trained = 0
+        self._warned = False
         self.choice = ""  # how the bits of its rows were chosen; files do not hold it
         self.label = ""  # its owner's name for its settings; copies keep it, files do not
 
@@ -447,7 +453,14 @@ class BoundedKVCache:
             self._layer.spill, self._layer.back = self.spill, self.back
             self.share = self.share or share
         self._layer.check_rows(keys, values)
+        if self.trained and not self._warned and self.offset + keys.shape[2] > self.trained:
+            self._warn_past_training(self.offset + keys.shape[2])
         return self._layer
+
+    def _warn_past_training(self, tokens: int) -> None:
+        """Warn once that a conversation is longer than what the model was trained for."""
+        self._warned = True
+        warnings.warn(past_training_text(tokens, self.trained), PastTraining, stacklevel=2)
 
     # -- saving -----------------------------------------------------------------------------------
 

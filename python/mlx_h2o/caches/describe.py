@@ -12,6 +12,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.slots.remainder import SATURATION
 
@@ -56,6 +57,9 @@ class Description(list[LayerDescription]):
     there is one line more.
     """
 
+    #: What to say where the conversation, or its context, is longer than the model was trained for.
+    past_training = ""
+
     def __str__(self) -> str:
         return "\n".join(self.summary())
 
@@ -76,6 +80,8 @@ class Description(list[LayerDescription]):
         chosen = next(filter(None, (CHOSEN.search(layer.reason) for layer in bounded)), None)
         if chosen and len(kinds) < KINDS:
             lines.append(f"chosen by the profile: {chosen[1]}")
+        if self.past_training:
+            lines.append(self.past_training)
         if growing := [layer for layer in self if not layer.bounded]:
             lines.append(f"NOT bounded: {_places(growing)}: {growing[0].reason}")
         return lines + unused_kernels()
@@ -130,7 +136,13 @@ def _slots(reason: str) -> list[str]:
 
 def describe(cache: list[Any]) -> Description:
     """For each layer whether it is bounded, and why; printed, a summary."""
-    return Description(_described(layer, entry) for layer, entry in entries(cache))
+    described = Description(_described(layer, entry) for layer, entry in entries(cache))
+    for _, entry in entries(cache):
+        if isinstance(entry, BoundedKVCache) and entry.trained:
+            tokens = max(entry.offset, entry.context or 0)
+            if tokens > entry.trained:
+                described.past_training = past_training_text(tokens, entry.trained)
+    return described
 
 
 def _described(layer: str, entry: Any) -> LayerDescription:

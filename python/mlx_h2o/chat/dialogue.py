@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.chat.kept_tokens import remembered, token_texts
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
+from mlx_h2o.loading.fingerprint import fingerprint, require_model
 from mlx_h2o.models.trained_length import past_training
 from mlx_h2o.slots.pins import Span
 
@@ -214,6 +216,11 @@ class Dialogue:
 
     # -- files ------------------------------------------------------------------------------------
 
+    @cached_property
+    def _fingerprint(self) -> str:
+        """The digest of model and tokenizer."""
+        return fingerprint(self._model, self._tokenizer)
+
     def save(self, path: str | Path, model: str) -> None:
         """Write the conversation's memory.
 
@@ -225,7 +232,8 @@ class Dialogue:
             raise ValueError("There is nothing to save yet.")
         mx.eval([entry.state for entry in self.cache])
         said = json.dumps({"tokens": self.tokens, "pending": self._pending})
-        save_prompt_cache(path, self.cache, {"model": model, TOKENS: said})
+        about = {"model": model, "fingerprint": self._fingerprint, TOKENS: said}
+        save_prompt_cache(path, self.cache, about)
 
     def load(self, path: str | Path, model: str) -> None:
         """Continue a conversation that `save` wrote, instead of this one.
@@ -237,8 +245,7 @@ class Dialogue:
         assert isinstance(metadata, dict)
         if TOKENS not in metadata:
             raise ValueError(f"{path} holds no conversation of mlx_h2o chat.")
-        if metadata.get("model") != model:
-            raise ValueError(f"{path} is a conversation with {metadata.get('model')}, not {model}.")
+        require_model(metadata, self._fingerprint, model, path)
         try:
             said = json.loads(metadata[TOKENS])
             tokens, pending = [[int(t) for t in said[name]] for name in ("tokens", "pending")]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mlx_h2o import __version__
+from mlx_h2o._install import backend_missing
 from mlx_h2o.cli import interrupts
 from mlx_h2o.cli.parsing import Parser
 from mlx_h2o.doctor.commit import commit
@@ -69,9 +70,15 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
 def run(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
     """Run a subcommand as `main` does, but raise Ctrl-C and broken pipes."""
     with interrupts.ending_quietly():
-        from mlx_h2o._blas import use_openblas
+        try:
+            from mlx_h2o._blas import use_openblas
 
-        commands = (make_parser or parser)()
+            commands = (make_parser or parser)()
+        except ImportError as error:
+            if (advice := backend_missing(error)) is None:
+                raise
+            print(f"mlx_h2o: {advice}", file=sys.stderr)
+            return 2
     args = commands.parse_args(argv)
     try:
         use_openblas()

@@ -27,7 +27,7 @@ from mlx_h2o.calibration.calibrate import (
 )
 from mlx_h2o.calibration.checkpoint import CalibratedLayers
 from mlx_h2o.calibration.scaling_build import frame_tokens
-from mlx_h2o.cli.options import add_model_options, load_model, read_text
+from mlx_h2o.cli.options import add_model_option, load_model, read_text
 from mlx_h2o.cli.tables import show
 from mlx_h2o.hosts.layer_probe import identity_by_kinds
 from mlx_h2o.hosts.recorder import LEAST_TOKENS, profiled_kinds, require_weighable
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         description="Measure what the model loses when each KV head is limited, and write a "
         "profile by which slots are shared out.",
     )
-    add_model_options(parser)
+    add_model_option(parser)
     parser.add_argument(
         "--text", type=Path, default=CALIBRATION_TEXT, metavar="FILE",
         help="a text like those the model will see (default: a bundled story)",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,16 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_h2o._byte_size import size_text
-from mlx_h2o._files import require_writable
+from mlx_h2o._files import cache_folder, require_writable
 from mlx_h2o.chat.dialogue import Dialogue
+from mlx_h2o.cli import interrupts
+from mlx_h2o.cli.chat_lines import line_reader
 from mlx_h2o.cli.options import (
     add_cache_options,
-    add_model_options,
+    add_model_option,
     bounded_cache,
     cache_settings,
     load_model,
-    truth,
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
@@ -41,7 +44,7 @@ HELP = """\
 /save FILE   write the conversation's memory
 /load FILE   go on with a conversation that was saved
 /clear       begin a new conversation
-/quit        or an end of file"""
+/quit        or an end of file; Ctrl-C twice saves the conversation first"""
 
 
 def add_parser(commands: Any) -> None:
@@ -53,7 +56,7 @@ def add_parser(commands: Any) -> None:
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_options(parser)
+    add_model_option(parser)
     parser.add_argument("--system-prompt", metavar="TEXT", help="the system prompt")
     parser.add_argument(
         "--max-tokens", "-m", type=int, default=256, metavar="N",
@@ -67,9 +70,8 @@ def add_parser(commands: Any) -> None:
         metavar="PART", help="how much of the past counts in each new turn (default: all of it)",
     )  # fmt: skip
     parser.add_argument(
-        "--status", type=typed(truth, "True or False"), default=True, metavar="BOOL",
-        help="False leaves the status line out",
-    )  # fmt: skip
+        "--load", metavar="FILE", type=Path, help="go on with a conversation that was saved"
+    )
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
     add_pin_options(parser)
     parser.set_defaults(run=run)
@@ -92,8 +94,15 @@ def run(args: argparse.Namespace) -> None:
         args.carry,
     )
     sampler = make_sampler(args.temp, args.top_p)
+    if args.load is not None:
+        dialogue.load(args.load, args.model)
     print(f"{args.model}; /help lists the commands.", flush=True)
-    Talk(dialogue, args, sampler).go_on()
+    talk = Talk(dialogue, args, sampler)
+    try:
+        talk.go_on()
+    except KeyboardInterrupt:
+        talk.keep()
+        raise
 
 
 class Talk:
@@ -109,7 +118,7 @@ class Talk:
         self, dialogue: Dialogue, args: argparse.Namespace, sampler: Callable[[mx.array], mx.array]
     ):
         self._dialogue, self._args, self._sampler = dialogue, args, sampler
-        self._last, self._is_long = "", False
+        self._last, self._is_long, self._interrupted = "", False, False
         self._commands: dict[str, Callable[[str], None]] = {
             "help": lambda _: print(HELP),
             "pin": self._pin,
@@ -123,13 +132,23 @@ class Talk:
         }
 
     def go_on(self) -> None:
-        """Read lines until an end of file, or /quit."""
+        """Read messages until an end of file, /quit, or Ctrl-C twice."""
+        read = line_reader(PROMPT)
         while True:
             try:
-                line = input(PROMPT).strip()
+                line = read().strip()
             except EOFError:
                 print()
                 return
+            except interrupts.Terminated:
+                raise
+            except KeyboardInterrupt:
+                if self._interrupted:
+                    raise
+                self._interrupted = True
+                print("\n[Ctrl-C again saves the conversation and ends the chat]", flush=True)
+                continue
+            self._interrupted = False
             if line == "/quit":
                 return
             try:
@@ -140,6 +159,21 @@ class Talk:
             except (ValueError, OSError) as error:
                 print(error)
             sys.stdout.flush()
+
+    def keep(self) -> None:
+        """Save the conversation in the user's cache folder, and print what goes on with it."""
+        if not self._dialogue.tokens:
+            return
+        folder = cache_folder() / "conversations"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = folder / time.strftime("%Y-%m-%d-%H%M%S.safetensors")
+        try:
+            self._dialogue.save(file, self._args.model)
+        except (ValueError, OSError, RuntimeError) as error:
+            print(f"\nThe conversation could not be saved: {error}")
+            return
+        command = shlex.join(["mlx_h2o", "chat", "--model", self._args.model, "--load", str(file)])
+        print(f"\nThe conversation is saved. To go on: {command}", flush=True)
 
     def _command(self, line: str) -> None:
         name, _, rest = line[1:].partition(" ")
@@ -153,20 +187,22 @@ class Talk:
         speed = 0.0
         replies = self._dialogue.reply(line, self._args.max_tokens, sampler=self._sampler)
         try:
-            for response in replies:
-                print(response.text, end="", flush=True)
-                speed = response.generation_tps
-        except KeyboardInterrupt:
-            print(" ...", end="")
+            with interrupts.after_this_step() as interrupted:
+                for response in replies:
+                    print(response.text, end="", flush=True)
+                    speed = response.generation_tps
+                    self._interrupted = interrupted()
+                    if self._interrupted:
+                        print(" ...", end="")
+                        break
         finally:
             replies.close()
         print()
-        if self._args.status:
-            print(self._status(speed))
-        said = self._dialogue.past_training()
-        if said is not None and not self._is_long:
-            print(f"[{said}]")
-        self._is_long = said is not None
+        print(self._status(speed))
+        warning = self._dialogue.past_training()
+        if warning is not None and not self._is_long:
+            print(f"[{warning}]")
+        self._is_long = warning is not None
 
     def _status(self, speed: float) -> str:
         now = self._dialogue.status()
@@ -178,7 +214,7 @@ class Talk:
 
     def _pin(self, text: str) -> None:
         answer = self._dialogue.pin(text or self._last)
-        print(_told(answer))
+        print(_in_words(answer))
 
     def _pins(self, _: str) -> None:
         texts = self._dialogue.pinned_texts
@@ -231,7 +267,7 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _told(answer: PinAnswer) -> str:
+def _in_words(answer: PinAnswer) -> str:
     """The result of a pin, in words."""
     parts = []
     for spans, words in (

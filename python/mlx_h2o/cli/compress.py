@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,12 @@ from mlx_h2o.caches.files import save_prompt_cache
 from mlx_h2o.calibration.first_use import profile_at_load
 from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.cli.options import (
-    add_model_options,
+    add_model_option,
     add_profile_option,
+    input_text,
     load_model,
     memory,
+    profile_choice,
     read_text,
     typed,
 )
@@ -31,6 +32,7 @@ from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.compression.compress import CHUNK, DEFAULT_SIZE, compress_prompt
 from mlx_h2o.compression.distillation import MOST_STEPS, tokens_of_work
 from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.loading.fingerprint import fingerprint
 from mlx_h2o.slots.packed import BITS, UNPACKED
 from mlx_h2o.slots.pins import Span
 
@@ -49,7 +51,7 @@ def add_parser(commands: Any) -> None:
         "load_prompt_cache, or inside an app (MLXH2O's H2OKVCache.loadCaches).",
     )
     parser.add_argument("prompt", type=Path, metavar="PROMPT", help="a text file, or - to read one")
-    add_model_options(parser)
+    add_model_option(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="what to write")
     parser.add_argument(
         "--to", type=typed(memory, "bytes such as 64MB, or a share such as 30%"),
@@ -80,7 +82,7 @@ def add_parser(commands: Any) -> None:
         "%(default)s)",
     )  # fmt: skip
     add_profile_option(parser)
-    add_pin_options(parser)
+    add_pin_options(parser, document=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
     parser.set_defaults(run=run)
 
@@ -92,14 +94,15 @@ def run(args: argparse.Namespace) -> None:
     _checks.whole("--steps", args.steps, 0, MOST_STEPS)
     require_writable("--out", args.out)
     rules = pin_rules(args)
-    text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
+    text = input_text() if str(args.prompt) == "-" else read_text(args.prompt)
     model, tokenizer = load_model(args)
     if args.profile != "never":  # before a bar of another kind is shown
         profile_at_load(model)
     tokens, messages = prompt_ids(tokenizer, text, args.system)
     pins = spans_for(rules, tokenizer, tokens, messages) if rules else ()
     cache = compressed(args, model, tokenizer, tokens, pins)
-    written = {"model": args.model, "compressed": str(args.to)}
+    about = {"model": args.model, "fingerprint": fingerprint(model, tokenizer)}
+    written = {**about, "compressed": str(args.to)}
     write_kept(args.out, lambda path: save_prompt_cache(path, cache, written))
     full = len(tokens) * sum(map(plain_bytes, layer_kinds(model)))
     held = sum(entry.nbytes for entry in cache if hasattr(entry, "nbytes"))
@@ -138,6 +141,7 @@ def compressed(
     Raises:
         ValueError: The prompt cannot be compressed so; the message names options.
     """
+    budgets, measures = profile_choice(args)
     doing = "reading twice and moving rows" if args.steps else "reading twice"
     with progress_bar(doing, "tokens") as bar:
         bar(0, 2 * len(tokens) + tokens_of_work(args.steps))
@@ -152,7 +156,8 @@ def compressed(
                 tell=lambda more: bar(bar.done + more, bar.whole),
                 steps=args.steps,
                 bits=args.kv_bits,
-                profile=args.profile,
+                budgets=budgets,
+                profile=measures,
                 pins=pins,
             )
         except TooManyPins as error:

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.cli.options import (
     add_cache_options,
-    add_model_options,
+    add_model_option,
     bounded_cache,
     cache_settings,
     load_model,
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         description="Makes a model's cache with these options and tells in five lines what is "
         "bounded, how, and what may grow. Nothing is generated.",
     )
-    add_model_options(parser)
+    add_model_option(parser)
     parser.add_argument("--all", action="store_true", help="tell every layer")
     parser.add_argument("--json", action="store_true", help="print every layer as JSON")
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE)

@@ -23,8 +23,8 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="check the kernels on this machine: attach what it prints to a report of a problem",
         description="Prints versions and the device, compares kernel variants and a short "
-        "conversation with the definition, compares a cache's bytes with those in memory, and "
-        "takes a few times: some minutes. The exit code is 1 if something is wrong.",
+        "conversation with the definition, and a cache's bytes with those in memory: some minutes. "
+        "The exit code is 1 if something is wrong.",
     )
     parser.add_argument(
         "--quick", action="store_true", help=f"check one of {QUICK} kernel variants"

@@ -17,6 +17,7 @@ from mlx_h2o.cli.options import (
     add_model_option,
     add_profile_option,
     named_options,
+    profile_choice,
     read_text,
     settle_model,
     typed,
@@ -31,7 +32,7 @@ from mlx_h2o.evaluate.plotting import drawing
 from mlx_h2o.evaluate.presets import PRESETS, chosen_measures, smaller_sizes
 from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.evaluate.report import Section
-from mlx_h2o.evaluate.summary import answer_of, at_a_glance
+from mlx_h2o.evaluate.summary import answer_of
 from mlx_h2o.loading.demo_model import cache_folder
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
@@ -46,9 +47,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="find out what a share of the cache costs, on your model and text",
-        description="Perplexity with intervals, recall of needles, RULER's tasks, turns, long "
-        "answers, speed and memory: of mlx-lm's full cache, sliding window and packed caches, of "
-        "mlx-h2o's, and of any policies, each in the same bytes. Ctrl-C keeps what is done.",
+        description="Perplexity with intervals, recall of needles, and facts after many turns: of "
+        "mlx-lm's full cache, sliding window and packed caches, of mlx-h2o's, and of any policies, "
+        "each in the same bytes. Ctrl-C keeps what is done, and the same command goes on.",
     )
     add_reader_options(parser)
     presets = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
@@ -67,10 +68,6 @@ def add_parser(commands: Any) -> None:
         help="another size of a measure, e.g. needles.lengths=512,1024 or perplexity.samples=20",
     )  # fmt: skip
     _add_methods(parser)
-    parser.add_argument(
-        "--grid", action="store_true",
-        help="print a figure for each cache and size, instead of all tables",
-    )  # fmt: skip
     add_run_options(parser)
     parser.set_defaults(run=run, settings=settings)
 
@@ -117,23 +114,17 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", default=[], metavar="NAME",
         help="measure only the full cache, and those whose names begin with NAME",
     )  # fmt: skip
-    parser.add_argument(
-        "--budgets", metavar="FILE", help='a profile, or "uniform" (default: the model\'s own)'
-    )
     add_profile_option(parser)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for output, and for going on."""
+    """Add the options for output."""
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
         help="write the figures as they come, and one page that opens offline",
     )  # fmt: skip
     parser.add_argument(
-        "--resume", action="store_true", help="continue the same work from --out, or fail"
-    )
-    parser.add_argument(
-        "--anew", action="store_true", help="measure everything, whatever was left unfinished"
+        "--anew", action="store_true", help="measure everything, whatever was measured before"
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
@@ -192,15 +183,20 @@ def plain_text(path: Path) -> str:
     return "\n\n".join(pieces)
 
 
-def methods_of(args: argparse.Namespace, budgets: str | None = None) -> list[Method]:
+def methods_of(args: argparse.Namespace, by_profile: bool = True) -> list[Method]:
     """The caches, with every size.
+
+    Args:
+        args: The command's options.
+        by_profile: Whether a profile that they name is read.
 
     Raises:
         ValueError: An option names no cache.
     """
     preset = PRESETS[args.preset]
     policies = preset.policies if args.policies is None else args.policies
-    methods = default_methods(policies, budgets, args.profile)
+    budgets, measures = profile_choice(args)
+    methods = default_methods(policies, budgets if by_profile else None, measures)
     for name in args.only:
         if not any(method.label.startswith(name) for method in methods):
             known = ", ".join(method.label for method in methods)
@@ -218,7 +214,7 @@ def measures_of(args: argparse.Namespace) -> list[Measure]:
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
     """The options and defaults on which figures depend, by name; files it names need not exist."""
-    methods = {method.label: method.described() for method in methods_of(args)}
+    methods = {method.label: method.described() for method in methods_of(args, by_profile=False)}
     sizes = {
         measure.name: ", ".join(f"{size}={value}" for size, value in sizes_of(measure).items())
         for measure in measures_of(args)
@@ -228,9 +224,7 @@ def settings(args: argparse.Namespace) -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, draw."""
-    if args.grid:
-        require_grids(args)
-    methods, measures = methods_of(args, args.budgets), measures_of(args)
+    methods, measures = methods_of(args), measures_of(args)
     check_run_options(args)
     evaluation = Evaluation(reader_of(args), methods, measures)
     file = args.out / FILE_NAME if args.out else None
@@ -241,21 +235,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_run_options(args: argparse.Namespace) -> None:
-    """Raise ValueError if the options for output do not suit each other."""
-    if args.resume and not args.out:
-        raise ValueError("--resume needs --out DIR, where the figures were kept.")
+    """Raise ValueError if nothing can be drawn or written to --out."""
     if args.out:
         drawing()
         require_folder("--out", args.out)
-
-
-def require_grids(args: argparse.Namespace) -> None:
-    """Raise ValueError if --grid would be ignored."""
-    if args.json:
-        raise ValueError("--grid is another form of the tables: leave out --json.")
-    if not any(measure.briefly for measure in measures_of(args)):
-        having = ", ".join(name for name, kind in MEASURES.items() if kind.briefly)
-        raise ValueError(f"--grid needs a measure with one figure a cache: {having}.")
 
 
 def measure(
@@ -268,14 +251,9 @@ def measure(
         file: The file that keeps it; None: one in the user's cache folder, removed at the end.
         args: Say whether earlier results are used.
         title: The bar's title.
-
-    Raises:
-        ValueError: There is nothing to resume.
     """
     place = file or _place_of(evaluation)
-    if args.resume:
-        evaluation.resume(place)
-    elif not args.anew and evaluation.take_up(place):
+    if not args.anew and evaluation.take_up(place):
         print(
             f"Going on after {evaluation.count} of {evaluation.total} measurements, which {place} "
             "holds (--anew begins anew).",
@@ -305,12 +283,12 @@ def _place_of(evaluation: Evaluation) -> Path:
 
 def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
     """Print and write the results so far."""
-    glance, sections = at_a_glance(evaluation.by_measure()), evaluation.sections()
+    sections = evaluation.sections()
     refusals, answer = evaluation.refusals(), answer_of(evaluation, text_name(args))
     if args.json:
         print(json.dumps({**evaluation.as_json(), "answer": answer}))
     else:
-        print_sections([glance] if args.grid else sections, answer, args.markdown)
+        print_sections(sections, answer, args.markdown)
         print("\n".join(refusals), end="\n" if refusals else "")
         if lines := smaller_sizes(evaluation.measures):
             print(f"Sizes other than a full run's: {'; '.join(lines)}", file=sys.stderr)
@@ -319,7 +297,6 @@ def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
             print(line, file=sys.stderr)
     if args.out and sections:
         title = f"{args.model}: what shares of the KV cache cost"
-        sections = [glance, *sections] if glance.tables else sections
         write_page(args.out / PAGE_NAME, title, evaluation, sections, refusals, answer)
 
 

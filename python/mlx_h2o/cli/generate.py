@@ -26,15 +26,16 @@ from mlx_h2o.chat.kept_tokens import bounded_layers
 from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.cli.options import (
     add_cache_options,
-    add_model_options,
+    add_model_option,
+    argument_text,
     bounded_cache,
     cache_settings,
+    input_text,
     load_model,
-    truth,
-    typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.hosts.stock_caches import stock_caches
+from mlx_h2o.loading.fingerprint import fingerprint, require_model
 from mlx_h2o.models.trained_length import past_training
 
 DEFAULT_MAX_KV_SIZE = 512
@@ -48,14 +49,11 @@ def add_parser(commands: Any) -> None:
         description="Generate text as mlx_lm.generate does, with a KV cache of fixed size.",
         epilog="The text goes to standard output, the closing report to standard error.",
     )
-    add_model_options(parser)
+    add_model_option(parser)
     parser.add_argument(
         "--prompt", "-p", metavar="TEXT", help='the message; "-" reads standard input'
     )
     parser.add_argument("--system-prompt", metavar="TEXT", help="for the model's chat template")
-    parser.add_argument(
-        "--ignore-chat-template", action="store_true", help="feed the prompt as it is"
-    )
     parser.add_argument(
         "--max-tokens", "-m", type=int, default=100, metavar="N",
         help="tokens to generate at most; -1 is no limit (default: %(default)s)",
@@ -83,10 +81,6 @@ def add_parser(commands: Any) -> None:
         "--save-prompt-cache", metavar="FILE", type=Path, help="save the cache at the end"
     )
     parser.add_argument(
-        "--verbose", type=typed(truth, "True or False"), default=True,
-        metavar="BOOL", help="False leaves out the closing report",
-    )  # fmt: skip
-    parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of streaming text"
     )
     parser.set_defaults(run=run)
@@ -100,12 +94,12 @@ def run(args: argparse.Namespace) -> None:
         mx.random.seed(args.seed)
     resumed = args.prompt_cache_file is not None and args.prompt_cache_file.exists()
     # Whether the user gave a size is known only before a default takes its place.
-    asked = given_options(args)
+    describes_memory = given_options(args)
     settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
     model, tokenizer = load_model(args)
     if resumed:
-        cache = resumed_cache(args, model)
-        if asked:
+        cache = resumed_cache(args, model, tokenizer)
+        if describes_memory:
             print_differences(args, cache, model, settings)
     else:
         cache = bounded_cache(model, settings)
@@ -135,17 +129,17 @@ def run(args: argparse.Namespace) -> None:
             print(response.text, end="", flush=True)
     if not args.json:
         print(flush=True)
-    if args.verbose and (said := past_training(model, cache)) is not None:
-        print(said, file=sys.stderr)
+    if (warning := past_training(model, cache)) is not None:
+        print(warning, file=sys.stderr)
     report = closing_report(cache, response) | {"text": text, "tokens": tokens}
     if args.save_prompt_cache is not None:
         write_kept(
             args.save_prompt_cache,
-            lambda path: save_prompt_cache(path, cache, {"model": args.model}),
+            lambda path: save_prompt_cache(path, cache, about_model(args, model, tokenizer)),
         )
     if args.json:
         print(json.dumps({"model": args.model, **report}))
-    elif args.verbose:
+    else:
         print("\n".join(report_lines(report)), file=sys.stderr)
 
 
@@ -176,11 +170,8 @@ def check_options(args: argparse.Namespace) -> None:
 
 def given_options(args: argparse.Namespace) -> bool:
     """Whether any option describes the memory."""
-    names = (
-        "max_kv_size conversation_memory policy no_remainder positions budgets kv_bits k_bits "
-        "v_bits recent_bits kv_group_size"
-    )
-    return any(getattr(args, name) not in (None, False) for name in names.split())
+    names = "max_kv_size conversation_memory policy positions profile kv_bits".split()
+    return any(getattr(args, name) is not None for name in names)
 
 
 def print_differences(
@@ -194,30 +185,37 @@ def print_differences(
         model: The model that continues it.
         settings: The settings by the options.
     """
-    held, wanted = (
+    of_file, by_options = (
         [str(layer.reason) for layer in describe(entries)]
         for entries in (cache, bounded_cache(model, settings))
     )
-    if held != wanted:
+    if of_file != by_options:
         print(
             f"{args.prompt_cache_file} keeps the settings it was saved with, whatever the options "
-            f"say: {held[0]}",
+            f"say: {of_file[0]}",
             file=sys.stderr,
         )
 
 
-def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
+def about_model(args: argparse.Namespace, model: nn.Module, tokenizer: Any) -> dict[str, str]:
+    """What a file says about the model of its cache."""
+    return {"model": args.model, "fingerprint": fingerprint(model, tokenizer)}
+
+
+def resumed_cache(args: argparse.Namespace, model: nn.Module, tokenizer: Any) -> list[Any]:
     """The saved cache, checked to be this model's.
+
+    Args:
+        args: The command's options.
+        model: The model that continues it.
+        tokenizer: Its tokenizer.
 
     Raises:
         ValueError: The file is unreadable, or of another model.
     """
     cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
-    saved_with = metadata.get("model", args.model)
-    if saved_with != args.model:
-        raise ValueError(
-            f"{args.prompt_cache_file} was saved with --model {saved_with}; this is {args.model}."
-        )
+    digest = fingerprint(model, tokenizer)
+    require_model(metadata, digest, args.model, args.prompt_cache_file)
     if len(cache) != len(stock_caches(model)):
         raise ValueError(f"{args.prompt_cache_file} is of another model than {args.model}.")
     return cache
@@ -235,9 +233,12 @@ def prompt_tokens(
         tokenizer: The model's tokenizer.
         resumed: Whether a saved cache is continued.
     """
-    prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    prompt = sys.stdin.read() if prompt == "-" else prompt
-    templated = tokenizer.has_chat_template and not args.ignore_chat_template
+    if args.prompt == "-":
+        prompt = input_text()
+    else:
+        text = argument_text("--prompt", args.prompt)
+        prompt = text.replace("\\n", "\n").replace("\\t", "\t")
+    templated = tokenizer.has_chat_template
     if args.system_prompt is not None and not templated:
         raise ValueError(
             "--system-prompt needs the model's chat template: put it into the prompt itself."

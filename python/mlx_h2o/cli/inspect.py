@@ -13,7 +13,7 @@ from mlx_h2o._progress import progress_bar
 from mlx_h2o.chat.kept_tokens import Trace, trace
 from mlx_h2o.cli.options import (
     add_cache_options,
-    add_model_options,
+    add_model_option,
     bounded_cache,
     cache_settings,
     load_model,
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
         description="Read a text within bounded memory and write a page that shows which tokens "
         "each KV head kept, when it dropped the others, and their scores.",
     )
-    add_model_options(parser)
+    add_model_option(parser)
     parser.add_argument(
         "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE", help="default: a built-in novel"
     )

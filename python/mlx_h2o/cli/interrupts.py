@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -34,6 +34,33 @@ def terminating_tidily() -> Iterator[None]:
 
 def _terminated(*_: Any) -> NoReturn:
     raise Terminated
+
+
+@contextmanager
+def after_this_step() -> Iterator[Callable[[], bool]]:
+    """Note the first Ctrl-C; raise the second, and SIGTERM, as ever.
+
+    A step of the model that is interrupted leaves its caches between two states. So whoever
+    generates asks after each token.
+
+    Yields:
+        A function that says whether Ctrl-C came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before, came = signal.getsignal(signal.SIGINT), False
+
+    def note(*_: Any) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:

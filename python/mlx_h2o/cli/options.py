@@ -5,37 +5,36 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o import _checks
 from mlx_h2o._byte_size import USUAL_CONTEXT, memory_size
+from mlx_h2o.budgets.options import policy_and_options
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, POSITIONS, PROFILES, ModelSettings
+from mlx_h2o.caches.trained_length import PastTraining
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import DEFAULT_MODEL, EMBEDDED_MODEL, load
 from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.policies import make_policy, policy_names
-from mlx_h2o.slots.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
+from mlx_h2o.slots.packed import BITS, UNPACKED
 
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 #: The option for each setting, by the library's name. A size has several options, and
 #: `SizeOption` notes which was given.
 OPTION_OF = {
     "context": "--context",
     "policy": "--policy",
     "bits": "--kv-bits",
-    "k_bits": "--k-bits",
-    "v_bits": "--v-bits",
-    "group_size": "--kv-group-size",
-    "recent_bits": "--recent-bits",
-    "undo": "--undo",
-    "budgets": "--budgets",
+    "budgets": "--profile",
     "positions": "--positions",
+    "spill": "--spill",
 }
+#: Settings of the cache that are written behind the policy's fields.
+RARE = ("remainder", "k_bits", "v_bits", "recent_bits", "group_size", "undo")
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
@@ -62,15 +61,11 @@ def default_model() -> str:
 
 def settle_model(args: argparse.Namespace) -> str:
     """Set `args.model` to the default if none was named, and return it."""
+    # Commands tell of conversations past training in their own words.
+    warnings.simplefilter("ignore", PastTraining)
     args.model = args.model or default_model()
     name: str = args.model
     return name
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add --model and --dtype."""
-    add_model_option(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
 
 
 def add_cache_options(
@@ -93,25 +88,15 @@ def add_cache_options(
     group.add_argument(
         "--policy", type=policy, metavar="NAME[:FIELD=VALUE...]",
         help=f"what to keep: {', '.join(policy_names())} (default: {DEFAULT_POLICY}), with fields "
-        "of its own if wanted: salient:recent=64:age_weight=0.5",
+        f"of its own or of the cache: salient:recent=64:remainder=false ({', '.join(RARE)})",
     )  # fmt: skip
-    group.add_argument(
-        "--no-remainder", action="store_true", help="keep no remainder of the evicted tokens"
-    )
     _add_positions_option(group)
-    group.add_argument(
-        "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
-    )
     add_profile_option(group)
-    _add_packing_options(group)
-    _add_spill_option(group)
     group.add_argument(
-        "--undo",
-        type=int,
-        default=0,
-        metavar="N",
-        help="last tokens that can be taken back, for speculative decoding (default: %(default)s)",
-    )
+        "--kv-bits", type=int, choices=(*BITS, UNPACKED), metavar="N",
+        help=f"pack keys and values in 2, 3, 4, 5, 6 or 8 bits; {UNPACKED}: not",
+    )  # fmt: skip
+    _add_spill_option(group)
 
 
 def _add_positions_option(group: argparse._ArgumentGroup) -> None:
@@ -153,60 +138,29 @@ def _add_size_options(group: argparse._ArgumentGroup, default_size: int, many: b
         "--max-kv-size", type=int, metavar="N",
         help=f"tokens of a conversation held per KV head, on average (default: {default_size})",
     )  # fmt: skip
-    in_bytes: dict[str, Any] = {
-        "dest": "conversation_memory",
-        "action": SizeOption,
-        "type": typed(memory, "bytes such as 64MB, or a share such as 25%"),
-    }
     size.add_argument(
-        "--conversation-memory" if many else "--kv-memory", **in_bytes, metavar="SIZE",
+        "--conversation-memory" if many else "--kv-memory",
+        dest="conversation_memory", action=SizeOption, metavar="SIZE",
+        type=typed(memory, "bytes such as 64MB, or a share such as 25%"),
         help="instead: bytes of a conversation, as 64MB or 1.5GiB, or 25%% of what a 16-bit cache "
         "takes at --context; bits and slots are then chosen by the model's profile",
     )  # fmt: skip
-    if not many:  # here one conversation's memory is all KV memory
-        size.add_argument(
-            "--conversation-memory",
-            **in_bytes,
-            metavar="SIZE",
-            help="the same, as in every command",
-        )
 
 
 def add_profile_option(group: argparse._ActionsContainer) -> None:
-    """Add the option that says whether a model without a profile is measured."""
+    """Add the option of the profile by which slots are shared out."""
     group.add_argument(
-        "--profile", choices=PROFILES, default=PROFILES[0], metavar="WHEN",
-        help='"never": for a size in bytes, measure no model without a profile, and fit no key '
-        "scaling for its packed keys (default: do both, quickly, once)",
+        "--profile", metavar="FILE|uniform|never",
+        help="share slots out by this profile, or evenly; never: by the model's own, but measure "
+        "no model that has none (default: measure it for a size in bytes, quickly, once)",
     )  # fmt: skip
 
 
-def _add_packing_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the bits in which rows are stored."""
-    group.add_argument(
-        "--kv-bits",
-        type=int,
-        choices=(*BITS, UNPACKED),
-        metavar="N",
-        help=f"pack keys and values in 2, 3, 4, 5, 6 or 8 bits; {UNPACKED}: not",
-    )
-    group.add_argument("--k-bits", type=int, choices=BITS, metavar="N", help="pack keys alone")
-    group.add_argument("--v-bits", type=int, choices=BITS, metavar="N", help="pack values alone")
-    group.add_argument(
-        "--recent-bits",
-        type=int,
-        choices=(*BITS, UNPACKED),
-        metavar="N",
-        help=f"the newest tokens' own width; {UNPACKED}: not packed",
-    )
-    group.add_argument(
-        "--kv-group-size",
-        type=int,
-        choices=GROUP_SIZES,
-        metavar="N",
-        help=f"with bits: elements that share a scale (default: {DEFAULT_GROUP_SIZE}, or another "
-        "where that does not divide the width of a head)",
-    )
+def profile_choice(args: argparse.Namespace) -> tuple[str | None, str]:
+    """The settings `budgets` and `profile` that --profile means."""
+    if args.profile == "never":
+        return None, "never"
+    return args.profile, PROFILES[0]
 
 
 def typed(convert: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
@@ -219,18 +173,6 @@ def typed(convert: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"it must be {wanted}; got {text!r}") from None
 
     return converted
-
-
-def truth(text: str) -> bool:
-    """True or False, written in any of the usual ways.
-
-    Raises:
-        ValueError: The text is anything else.
-    """
-    for words, value in (("true t yes y 1", True), ("false f no n 0", False)):
-        if text.lower() in words.split():
-            return value
-    raise ValueError
 
 
 def memory(text: str) -> str:
@@ -247,13 +189,16 @@ def memory(text: str) -> str:
 
 
 def policy(text: str) -> str:
-    """A policy's name with its fields, as `make_policy` takes it.
+    """A policy's name with fields, its own and the cache's, as `policy_and_options` reads it.
 
     Raises:
         argparse.ArgumentTypeError: The policy or a field is unknown, or a value is out of range.
     """
     try:
-        make_policy(text)
+        own, rare = policy_and_options(text)
+        for name in set(rare) - set(RARE):
+            raise ValueError(f"{name} is no field of a policy: {OPTION_OF.get(name, 'a size')}.")
+        make_policy(own)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -261,7 +206,35 @@ def policy(text: str) -> str:
 
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model and tokenizer that the options name."""
-    return load(settle_model(args), DTYPES[args.dtype] if args.dtype else None)
+    return load(settle_model(args))
+
+
+def cache_options(args: argparse.Namespace, default_size: int) -> dict[str, Any]:
+    """The options of `make_prompt_cache` that were given, with the default size if there is none.
+
+    Raises:
+        ValueError: A number is too small; the message names the option.
+    """
+    if args.max_kv_size is None and args.conversation_memory is None:
+        args.max_kv_size = default_size
+    for name in ("max_kv_size", "context"):
+        if getattr(args, name) is not None:
+            _checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    own, rare = policy_and_options(args.policy) if args.policy else (None, {})
+    budgets, measures = profile_choice(args)
+    given = {
+        "max_size": args.max_kv_size,
+        "max_bytes": args.conversation_memory,
+        "context": args.context,
+        "policy": own,
+        "positions": args.positions,
+        "budgets": budgets,
+        "profile": measures,
+        "bits": args.kv_bits,
+        "spill": args.spill,
+        **rare,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings:
@@ -272,38 +245,11 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
     Raises:
         ValueError: The settings are invalid; the message names the option.
     """
-    if args.max_kv_size is None and args.conversation_memory is None:
-        args.max_kv_size = default_size
-    for name in ("max_kv_size", "context"):
-        if getattr(args, name) is not None:
-            _checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
-    if args.kv_group_size and not (args.kv_bits or args.k_bits or args.v_bits):
-        raise ValueError("--kv-group-size needs --kv-bits (or --k-bits, --v-bits).")
-    settings = ModelSettings.of(
-        args.max_kv_size,
-        max_bytes=args.conversation_memory,
-        context=args.context,
-        policy=args.policy,
-        remainder=keeps_remainder(args),
-        positions=args.positions or "absolute",
-        budgets=args.budgets,
-        bits=args.kv_bits,
-        k_bits=args.k_bits,
-        v_bits=args.v_bits,
-        group_size=args.kv_group_size or DEFAULT_GROUP_SIZE,
-        recent_bits=args.recent_bits,
-        undo=args.undo,
-        profile=args.profile,
-        spill=args.spill,
-    )
-    if args.positions == "rolling" and not args.no_remainder:
+    given = cache_options(args, default_size)
+    settings = ModelSettings.of(**given)
+    if args.positions == "rolling" and "remainder" not in given:
         print("--positions rolling: evicted tokens leave no remainder.", file=sys.stderr)
     return settings
-
-
-def keeps_remainder(args: argparse.Namespace) -> bool:
-    """Whether caches have a remainder, which rolling positions do without."""
-    return not args.no_remainder and args.positions != "rolling"
 
 
 def bounded_cache(model: nn.Module, settings: ModelSettings) -> list[Any]:
@@ -335,7 +281,7 @@ def option_given(args: argparse.Namespace, option: str) -> bool:
 
 def named_options(args: argparse.Namespace) -> dict[str, str]:
     """The options that affect figures, with defaults written out."""
-    printed = ("json", "markdown", "grid", "anew")
+    printed = ("json", "markdown", "anew")
     # The caches' own descriptions say whether a model without a profile is measured. Files of rows
     # change no figure.
     apart = ("command", "run", "settings", "size_option", "profile", "spill", *printed)
@@ -349,6 +295,32 @@ def named_options(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
+def input_text() -> str:
+    """Standard input.
+
+    Raises:
+        ValueError: It is not UTF-8.
+    """
+    data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Standard input is not UTF-8, from byte {error.start:,} on.") from error
+
+
+def argument_text(option: str, text: str) -> str:
+    """A text from the command line.
+
+    Raises:
+        ValueError: Its bytes are not UTF-8.
+    """
+    if any("\udc80" <= letter <= "\udcff" for letter in text):  # as Python hands such bytes on
+        raise ValueError(
+            f"{option} is not UTF-8: save the text as UTF-8 in a file, and pipe it in."
+        )
+    return text
+
+
 def read_text(path: str | Path) -> str:
     """A text file.
 
@@ -357,8 +329,10 @@ def read_text(path: str | Path) -> str:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Cannot read the text {path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"Cannot read the text {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The text {path} is not UTF-8, from byte {error.start:,} on.") from error
     if not text.strip():
         raise ValueError(f"The text {path} is empty.")
     return text

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from mlx_h2o import _checks
 
 #: The largest absolute value of whole numbers: positions and indices are 32-bit numbers wherever
 #: they are computed with.
@@ -43,8 +44,8 @@ class Parser(argparse.ArgumentParser):
         if not first.startswith("-"):
             self.error(f"there is no place for {extra[0]!r}; --help lists what there is.")
         options = [name for action in self._seen_actions() for name in action.option_strings]
-        meant = suggestion(first, options) or " --help lists what there is."
-        self.error(f"there is no option {first};{meant}")
+        meant = _checks.suggestion(first, options) or " --help lists what there is."
+        self.error(f"there is no option {first}.{meant}")
 
     def _seen_actions(self) -> list[argparse.Action]:
         """The actions that the help shows."""
@@ -65,15 +66,9 @@ class Parser(argparse.ArgumentParser):
         if not choices or (action.choices is not None and value in action.choices):
             return
         what = "command " if isinstance(action, argparse._SubParsersAction) else ""
-        meant = suggestion(str(value), choices) or f" there are {', '.join(choices)}."
-        message = f"there is no {what}{value!r};{meant}"
+        meant = _checks.suggestion(str(value), choices) or f" There are {', '.join(choices)}."
+        message = f"there is no {what}{value!r}.{meant}"
         raise argparse.ArgumentError(None if what else action, message)
-
-
-def suggestion(given: str, known: Iterable[str]) -> str:
-    """ " did you mean X?" if a known name resembles the given one, else an empty text."""
-    found = difflib.get_close_matches(given, list(known), n=1)
-    return f" did you mean {found[0]}?" if found else ""
 
 
 def whole_number(text: str) -> int:

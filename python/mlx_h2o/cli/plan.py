@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_h2o import _checks
 from mlx_h2o.cli.describe import DEFAULT_MAX_KV_SIZE
-from mlx_h2o.cli.options import add_cache_options, add_model_options, cache_settings, load_model
+from mlx_h2o.cli.options import add_cache_options, add_model_option, cache_settings, load_model
 from mlx_h2o.models.memory_plan import USUAL_CHUNK, planned_memory
 
 
@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> None:
         "options, and whether they fit an app on a phone of 8 GB. A few hundred tokens that mean "
         "nothing go through the model; no prompt is read.",
     )
-    add_model_options(parser)
+    add_model_option(parser)
     parser.add_argument(
         "--prompt-tokens", type=int, default=8192, metavar="N",
         help="tokens of the prompt (default: %(default)s)",

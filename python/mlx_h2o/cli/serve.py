@@ -15,8 +15,8 @@ from mlx_h2o._files import require_folder
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
+    cache_options,
     cache_settings,
-    keeps_remainder,
     memory,
     settle_model,
     typed,
@@ -154,7 +154,10 @@ def run(args: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn", "h11", "pydantic"):
             raise
-        raise ValueError(f"{error.name} is missing: pip install 'mlx-h2o[server]'") from error
+        raise ValueError(
+            "the server needs more packages: pip install starlette uvicorn pydantic "
+            "prometheus-client"
+        ) from error
     check_options(args)
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s: %(message)s")
     serve(settings_of(args))
@@ -238,22 +241,5 @@ def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: The settings are invalid.
     """
-    cache_settings(args, DEFAULT_MAX_KV_SIZE)  # checks the settings, and chooses a size
-    given = {
-        "max_size": args.max_kv_size,
-        "max_bytes": args.conversation_memory,
-        "context": args.context,
-        "policy": args.policy,
-        "remainder": keeps_remainder(args),
-        "positions": args.positions,
-        "budgets": args.budgets,
-        "bits": args.kv_bits,
-        "k_bits": args.k_bits,
-        "v_bits": args.v_bits,
-        "group_size": args.kv_group_size,
-        "recent_bits": args.recent_bits,
-        "undo": args.undo,
-        "profile": args.profile,
-        "spill": args.spill,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    cache_settings(args, DEFAULT_MAX_KV_SIZE)  # checks them
+    return cache_options(args, DEFAULT_MAX_KV_SIZE)

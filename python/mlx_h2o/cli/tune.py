@@ -19,7 +19,7 @@ from mlx_h2o.cli.evaluate import (
     text_name,
     write_page,
 )
-from mlx_h2o.cli.options import add_profile_option, typed
+from mlx_h2o.cli.options import add_profile_option, profile_choice, typed
 from mlx_h2o.cli.tables import machine_line
 from mlx_h2o.evaluate.evaluation import Evaluation
 from mlx_h2o.evaluate.measures import PerplexityMeasure
@@ -92,7 +92,7 @@ def allowed(text: str) -> float:
 def run(args: argparse.Namespace) -> None:
     """Measure, choose, print, draw."""
     samples = PerplexityMeasure(args.samples, args.tokens, args.prefill)
-    methods = tuned_methods(args.policies, args.bits, args.shares, args.profile)
+    methods = tuned_methods(args.policies, args.bits, args.shares, *profile_choice(args))
     check_run_options(args)
     evaluation = Evaluation(reader_of(args), methods, [samples])
     file = args.out / FILE_NAME if args.out else None

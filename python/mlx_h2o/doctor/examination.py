@@ -1,14 +1,12 @@
-"""What doctor examines: the kernels, a conversation, memory, and a few times."""
+"""What doctor examines: the kernels, a conversation, and memory."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +14,6 @@ import mlx.nn as nn
 
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.self_check import Verdict, mode
-from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.doctor.commit import commit
 from mlx_h2o.doctor.variants import every_check
@@ -88,14 +85,13 @@ def examine(quick: bool, progress: Callable[[str], None]) -> Iterator[tuple[str,
     """Every section by its name, as soon as it is done.
 
     Args:
-        quick: Whether one of `QUICK` kernel variants and the least times are enough.
+        quick: Whether one of `QUICK` kernel variants is enough.
         progress: Called with the name of each part as it begins.
     """
     parts: dict[str, Callable[[], Section]] = {
         "kernels": lambda: kernels_section(QUICK if quick else 1),
         "conversation": conversation_section,
         "memory": memory_section,
-        "times": lambda: times_section((1024,) if quick else (1024, 4096)),
     }
     for name, part in parts.items():
         progress(name)
@@ -199,52 +195,6 @@ def _layer_memory(bits: int | None, prompt: int, slots: int, steps: int) -> tupl
         mx.eval(_layer_step(cache, *_layer_rows(1)))
     memory = mx.get_active_memory() - before + reserved_range.bytes_held() - in_ranges
     return cache.nbytes, memory, peak
-
-
-def times_section(sizes: tuple[int, ...], rounds: int = 7) -> Section:
-    """One token of a layer: medians over rounds in which every call has its turn."""
-    dtype = str(_usual_dtype()).rpartition(".")[2]
-    section = Section(
-        f"one token of a layer ({QUERY_HEADS} query heads, {KV_HEADS} KV heads, width {WIDTH}, "
-        f"{dtype})"
-    )
-    for slots in sizes:
-        calls = _timed_calls(slots)
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(rounds + 1):  # the first is not counted: it compiles
-            for name, call in calls.items():
-                start = time.perf_counter()
-                mx.eval(call())
-                if turn:
-                    seconds[name].append(time.perf_counter() - start)
-        medians = {name: statistics.median(some) for name, some in seconds.items()}
-        base = next(iter(medians.values()))
-        section.rows += [
-            {"call": name, "slots": slots, "us": 1e6 * median, "over MLX's": median / base}
-            for name, median in medians.items()
-        ]
-    return section
-
-
-def _timed_calls(slots: int) -> dict[str, Callable[[], mx.array]]:
-    """Attention and decode steps over so many slots, by name; MLX's own attention is the first."""
-    q, _, _ = _layer_rows(1)
-    _, k, v = _layer_rows(slots)
-    scale = WIDTH**-0.5
-
-    def with_scores() -> mx.array:
-        out, scores, lse = scaled_dot_product_attention_with_scores(q, k, v, scale=scale)
-        tied: mx.array = mx.depends(out, [scores, lse])
-        return tied
-
-    calls: dict[str, Callable[[], mx.array]] = {
-        "MLX's attention": lambda: mx.fast.scaled_dot_product_attention(q, k, v, scale=scale),
-        "attention with scores": with_scores,
-    }
-    for name, bits in ROWS.items():
-        cache = _filled_layer(bits, slots + 1, slots)
-        calls[f"a decode step, {name}"] = partial(_layer_step, cache, *_layer_rows(1))
-    return calls
 
 
 def _filled_layer(bits: int | None, prompt: int, slots: int) -> H2OKVCache:

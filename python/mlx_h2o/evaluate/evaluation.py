@@ -61,7 +61,6 @@ class Evaluation:
         self.machine: dict[str, Any] = machine()
         self.results: dict[str, dict[str, Any]] = {}
         self.profiles: dict[str, str] | None = None
-        self._resumed = False
 
     @property
     def count(self) -> int:
@@ -98,8 +97,7 @@ class Evaluation:
             keep: Called after each new result.
 
         Raises:
-            ValueError: The text is too short, or the evaluation to resume was measured with another
-                profile of the model.
+            ValueError: The text is too short.
         """
         self._check_profiles(profile_digests(self.reader.model, self.methods))
         jobs = list(self.jobs())
@@ -217,29 +215,8 @@ class Evaluation:
         with replacing(file) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
-    def resume(self, file: Path) -> None:
-        """Take over the results of a file.
-
-        Raises:
-            ValueError: The file cannot be read, or has other settings; the message says which.
-        """
-        try:
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            results, settings, form = dict(kept["results"]), kept["settings"], kept["form"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"There is no evaluation to go on with in {file}: {error}.") from error
-        if form != FORM:
-            raise ValueError(f"{file} is of another version: begin anew, without --resume.")
-        differs = [name for name, value in self.settings().items() if settings.get(name) != value]
-        if differs:
-            raise ValueError(
-                f"{file} was begun with another {', '.join(differs)}: give the same options, or "
-                "begin anew, without --resume."
-            )
-        self.results, self.profiles, self._resumed = results, kept.get("profiles"), True
-
     def take_up(self, file: Path) -> bool:
-        """Take over an unfinished file's results if its settings and versions are the same.
+        """Take over a file's results if its settings and versions are the same.
 
         Args:
             file: The file that may hold earlier results.
@@ -247,30 +224,28 @@ class Evaluation:
         Returns:
             Whether any were taken over.
         """
+        now = self.as_json()
         try:
-            if json.loads(file.read_text())["machine"]["versions"] != self.machine["versions"]:
-                return False
-            self.resume(file)
+            before = json.loads(file.read_text(encoding="utf-8"))
+            results = dict(before["results"])
+            same = all(before[name] == now[name] for name in ("form", "settings"))
+            same = same and before["machine"]["versions"] == now["machine"]["versions"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        self._resumed = False
-        if self.count == self.total:  # all are known: measure again
-            self.results = {}
-        return bool(self.results)
+        if same:
+            self.results, self.profiles = results, before.get("profiles")
+        return same and bool(results)
 
     def _check_profiles(self, profiles: dict[str, str]) -> None:
-        """Note the methods' profiles; figures measured with other profiles are measured again.
-
-        Raises:
-            ValueError: The profiles of an evaluation that was resumed are others.
-        """
+        """Note the methods' profiles; figures measured with other profiles are measured again."""
         if self.results and self.profiles is not None and self.profiles != profiles:
             names = {**profiles, **self.profiles}
             changed = sorted(n for n in names if profiles.get(n) != self.profiles.get(n))
-            what = f"The profile of {', '.join(changed)} is not the one that was measured with"
-            if self._resumed:
-                raise ValueError(f"{what}: put that one back, or begin anew, without --resume.")
-            print(f"{what}: everything is measured again.", file=sys.stderr)
+            print(
+                f"The profile of {', '.join(changed)} is not the one that was measured with: "
+                "everything is measured again.",
+                file=sys.stderr,
+            )
             self.results = {}
         self.profiles = profiles
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.budgets.cost import group_size_of
-from mlx_h2o.budgets.options import NAMES
+from mlx_h2o.budgets.options import policy_and_options
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
@@ -26,7 +26,6 @@ from mlx_h2o.hosts.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.policies import Policy
-from mlx_h2o.policies.field_text import field_of_text
 
 FULL = "full cache"
 WINDOW = "sliding window"
@@ -277,23 +276,6 @@ def parse_method(spec: str) -> Method:
         made = Method(spec, policy, remainder, budgets, tuple(options.items()))
     made.model_settings()
     return made
-
-
-def policy_and_options(spec: str) -> tuple[str, dict[str, Any]]:
-    """The policy's text and the options of its caches: "h2o:recent=64:bits=8" has both.
-
-    Raises:
-        ValueError: A field is not written FIELD=VALUE.
-    """
-    policy, *fields = spec.split(":")
-    options: dict[str, Any] = {}
-    for text in fields:
-        name, value = field_of_text(text)
-        if name in NAMES:
-            options[name] = value
-        else:
-            policy += f":{text}"
-    return policy, options
 
 
 def default_methods(

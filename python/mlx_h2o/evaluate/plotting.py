@@ -14,7 +14,7 @@ def drawing() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("A chart needs matplotlib: pip install 'mlx-h2o[plots]'.") from error
+        raise ValueError("A chart needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

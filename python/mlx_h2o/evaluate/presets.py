@@ -11,12 +11,9 @@ from typing import Any
 
 from mlx_h2o.evaluate.measures import (
     MEASURES,
-    AgreementMeasure,
     Measure,
     NeedleMeasure,
     PerplexityMeasure,
-    RulerMeasure,
-    SpeedMeasure,
     TurnMeasure,
 )
 from mlx_h2o.evaluate.methods import SHARES
@@ -59,19 +56,15 @@ PRESETS = {
                 kinds=("single", "multi"),
                 questions=("unseen",),
             ),
-            RulerMeasure(length=256, of_each=1, answer=16),
             TurnMeasure(conversations=2, turns=3, turn=96, asked_after=(3,)),
-            AgreementMeasure(answers=2, length=160),
-            SpeedMeasure(prompt=256, steps=20),
         ),
         (0.25,),
     ),
     "compare": Preset(
-        "perplexity, facts and speed in the bytes of 128 tokens, beside H2O as published",
+        "perplexity and facts in the bytes of 128 tokens, beside H2O as published",
         (
             PerplexityMeasure(samples=4, length=640, prefill=128),
             NeedleMeasure((400,), of_each=3, kinds=("single",), questions=("unseen",)),
-            SpeedMeasure(prompt=256, steps=20),
         ),
         tokens=(128,),
         policies=("mlx-h2o:bits=16", "h2o", "h2o:remainder=false"),

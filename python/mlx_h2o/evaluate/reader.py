@@ -157,25 +157,6 @@ def answers_right(
     return [all(row[: len(answer)]) for row, answer in zip(rows, answers, strict=True)]
 
 
-def greedy_tokens(
-    model: nn.Module, cache: list[Any], logits: mx.array, count: int, tell: Tell
-) -> list[list[int]]:
-    """The likeliest `count` tokens that follow, one row of ids for each sequence of a batch.
-
-    Args:
-        model: The model that decodes.
-        cache: The cache that takes the tokens in.
-        logits: The logits after the prompt, `[B, vocabulary]`.
-        count: The number of tokens.
-        tell: Called with the tokens read since the last call.
-    """
-    tokens = []
-    for _ in range(count):
-        tokens.append(mx.argmax(logits, axis=-1))
-        logits = step(model, cache, tokens[-1], tell)
-    return cast(list[list[int]], mx.stack(tokens, axis=1).tolist())
-
-
 def in_batches(count: int, size: int) -> list[slice]:
     """Slices of at most `size` that cover `count` rows."""
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]

@@ -1,16 +1,10 @@
-"""A report's beginning: one sentence that answers, and a figure for each method and size."""
+"""A report's beginning: one sentence that answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mlx_h2o.evaluate.evaluation import Evaluation
-from mlx_h2o.evaluate.measures import Measure, Results
 from mlx_h2o.evaluate.methods import OURS, WINDOW, Method
-from mlx_h2o.evaluate.report import Rows, Section
 
-#: The heading of the column of caches that keep every token.
-KEEPS_ALL = "keeps all"
 #: Shares in words, and the share that a sentence is about where there are several.
 WORDS = {0.5: "half", 0.25: "a quarter", 0.125: "an eighth", 0.0625: "a sixteenth"}
 MAIN_SHARE = 0.25
@@ -46,35 +40,3 @@ def size_in_words(method: Method) -> str:
         return f"a cache of the bytes of {method.tokens} tokens"
     share = method.share or 1.0
     return f"{WORDS.get(share, f'{share:.0%}')} of the bytes"
-
-
-def at_a_glance(known: Sequence[tuple[Measure, Results]]) -> Section:
-    """A table for each measure that has a `brief` figure: methods down, sizes across.
-
-    Args:
-        known: Measures, and the results of each.
-    """
-    return Section(
-        "At a glance",
-        "Every cache in each share of a full 16-bit cache's bytes, everything counted, against the "
-        "full cache. Needles and facts: found, of those that the full cache finds.",
-        [table_of(*each) for each in known if each[0].briefly and len(each[1]) > 1],
-    )
-
-
-def table_of(measure: Measure, results: Results) -> Rows:
-    """A measure's `brief` figures: methods down, sizes across.
-
-    Args:
-        measure: A measure with such a figure.
-        results: The measure's results, the full cache first.
-    """
-    (_, full), *others = results
-    cells = {(m.label, m.size): measure.brief(result, full) for m, result in others}
-    labels = dict.fromkeys(label for label, _ in cells)
-    sizes = dict.fromkeys(size for _, size in cells)
-    return Rows(
-        f"{measure.briefly}, by bytes",
-        ("cache", *(size or KEEPS_ALL for size in sizes)),
-        [(label, *(cells.get((label, size), "") for size in sizes)) for label in labels],
-    )

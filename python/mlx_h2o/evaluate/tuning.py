@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES
+from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES, budgets_of_model
 from mlx_h2o.evaluate.measures import Results
 from mlx_h2o.evaluate.measures.perplexity import LEVEL, Perplexity
 from mlx_h2o.evaluate.methods import FULL, OURS, Method, parse_method, sized
@@ -35,6 +35,7 @@ def tuned_methods(
     policies: Sequence[str],
     bits: Sequence[int],
     shares: Sequence[float],
+    budgets: str | None = None,
     profile: str = PROFILES[0],
 ) -> list[Method]:
     """The full cache, ours with bits chosen by bytes, and policies in each width, by shares.
@@ -46,17 +47,19 @@ def tuned_methods(
             budgets.
         bits: Widths of rows; 16 means dense rows.
         shares: Shares of a full 16-bit cache's bytes.
+        budgets: "uniform" or a profile's path, instead of the model's own profile.
         profile: Whether a model without a profile is measured.
 
     Raises:
         ValueError: A policy or setting is unknown.
     """
-    methods = [Method(OURS, DEFAULT_POLICY)]
+    budgets_of_model(budgets)
+    methods = [Method(OURS, DEFAULT_POLICY, budgets=budgets)]
     for policy in policies:
         for width in bits:
-            spec = policy if "budgets=" in policy else f"{policy}:budgets=profile"
-            method = parse_method(f"{spec}:bits={width}")
-            methods.append(replace(method, label=f"{policy}, {width} bits"))
+            method = parse_method(f"{policy}:bits={width}")
+            own = method.budgets if "budgets=" in policy else budgets
+            methods.append(replace(method, label=f"{policy}, {width} bits", budgets=own))
     ours = [replace(method, profile=profile, in_16_bits=False) for method in methods]
     return sized([Method(FULL), *ours], shares)
 

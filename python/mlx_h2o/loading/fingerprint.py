@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -41,6 +43,24 @@ def fingerprint(model: nn.Module, tokenizer: Any = None) -> str:
         digest.update(json.dumps(words).encode())
         digest.update(str(getattr(tokenizer, "chat_template", None)).encode())
     return digest.hexdigest()
+
+
+def require_model(metadata: Mapping[str, str], digest: str, name: str, path: str | Path) -> None:
+    """Raise ValueError if the metadata of a saved cache are those of another model.
+
+    Args:
+        metadata: The strings of the file; without a digest the model's name counts.
+        digest: The model's `fingerprint`.
+        name: The model's name.
+        path: The file, for the message.
+    """
+    written = metadata.get("model", name)
+    if "fingerprint" in metadata:
+        if metadata["fingerprint"] != digest:
+            other = written if written != name else f"another model of the name {name}"
+            raise ValueError(f"{path} was saved with {other}, whose weights are not these: {name}.")
+    elif written != name:
+        raise ValueError(f"{path} was saved with --model {written}; this is {name}.")
 
 
 def _samples(array: mx.array) -> mx.array:

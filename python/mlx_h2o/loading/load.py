@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o import _checks
 from mlx_h2o._blas import use_openblas
 from mlx_h2o.loading import demo_model, gguf
 
@@ -72,7 +73,10 @@ def require_model(name: str, path: str) -> None:
             f"The model {name!r} is a file: give the folder of its config.json, or a .gguf file."
         )
     if not HUB_ID.fullmatch(name):
-        raise ValueError(f"There is no folder {name!r}, and a model's id on the hub is OWNER/NAME.")
+        near = _checks.suggestion(name, [demo_model.NAME, EMBEDDED_MODEL])
+        raise ValueError(
+            f"There is no folder {name!r}, and a model's id on the hub is OWNER/NAME.{near}"
+        )
 
 
 def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any]:

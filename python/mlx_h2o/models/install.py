@@ -23,7 +23,7 @@ from mlx_h2o.models.make import bounded_caches
 #: mlx-lm's caches that hold every token.
 GROWING = ("KVCache", "QuantizedKVCache", "ConcatenateKVCache")
 # mlx-lm's own function.
-_stock_load = mlx_lm_cache.load_prompt_cache
+_stock_load: Any = mlx_lm_cache.load_prompt_cache
 # The function that replaces mlx-lm's now, or None.
 _bounded: Callable[..., list[Any]] | None = None
 

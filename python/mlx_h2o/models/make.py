@@ -124,6 +124,8 @@ def bounded_caches(
         return cache
 
     made = [replaced(entry, bounded) for entry in caches]
+    if not settings.rolls:  # one of them warns for all
+        _bounded_of(made)[0].trained = trained_context(model, 0)
     if settings.spill is not None:
         spill_to(made, settings.spill, retrieval_heads(data.profile, len(kinds)))
     return made
@@ -141,7 +143,7 @@ def spill_to(
         spill: Where the file is to be, and how rows come back from it.
         heads: The KV heads of each layer to which evicted rows come back; None means all.
     """
-    layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+    layers = _bounded_of(cache)
     written = [
         (layer, back)
         for layer, back in zip(layers, heads or [None] * len(layers), strict=True)
@@ -152,6 +154,11 @@ def spill_to(
     ways = spilling(spill, [(layer.packing, layer.frame) for layer, _ in written], pack)
     for (layer, back), way in zip(written, ways, strict=True):
         layer.spill_to(way, back)
+
+
+def _bounded_of(cache: Sequence[Any]) -> list[BoundedKVCache]:
+    """The bounded caches of a list."""
+    return [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
 
 
 def class_for(kind: LayerKind) -> type[BoundedKVCache]:

@@ -24,8 +24,10 @@ from mlx_h2o._byte_size import size_text
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.hosts.recorder import trained_context
 from mlx_h2o.layer.layer_factory import lies_in_range
 from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.slots import reserved_range
@@ -139,11 +141,14 @@ def planned_memory(
     pairs = max((_most_pairs(entry, prompt, chunk) for entry in attended), default=0)
     reading, one, seen, used = _beside(model, settings, chunk, pairs)
     grown = sum(_grown(entry, most, seen) for entry, most in zip(used, spans, strict=True))
-    notes = (f"{len(others)} {OWN}",) if others else ()
+    notes = [f"{len(others)} {OWN}"] if others else []
+    trained = trained_context(model, 0)
+    if 0 < trained < prompt and not settings.rolls:
+        notes.append(past_training_text(prompt, trained))
     active = weights + kv + grown
     full = sum(map(plain_bytes, layer_kinds(model))) * prompt + grown
     return MemoryPlan(
-        weights, kv + grown, full, active + kv + reading, active + one, prompt, chunk, notes
+        weights, kv + grown, full, active + kv + reading, active + one, prompt, chunk, tuple(notes)
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.recorder import trained_context
 
@@ -28,8 +29,4 @@ def past_training(model: nn.Module, cache: Sequence[Any]) -> str | None:
     tokens = max((entry.offset for entry in bounded), default=0)
     if not trained or tokens <= trained or all(entry.settings.rope for entry in bounded):
         return None
-    return (
-        f"{tokens:,} tokens are more than the {trained:,} that the model was trained for, so "
-        "answers may get worse: a conversation that begins with --positions rolling stays at "
-        "positions that the model knows."
-    )
+    return past_training_text(tokens, trained)

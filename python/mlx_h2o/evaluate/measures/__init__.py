@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from mlx_h2o.evaluate.measures.agreement import AgreementMeasure
 from mlx_h2o.evaluate.measures.base import Measure, Result, Results
 from mlx_h2o.evaluate.measures.needles import NeedleMeasure
 from mlx_h2o.evaluate.measures.perplexity import PerplexityMeasure
-from mlx_h2o.evaluate.measures.ruler import RulerMeasure
-from mlx_h2o.evaluate.measures.speed import SpeedMeasure
 from mlx_h2o.evaluate.measures.turns import TurnMeasure
 
 #: Measures by name, in the order of a report.
 MEASURES: dict[str, type[Measure]] = {
-    kind.name: kind
-    for kind in (
-        PerplexityMeasure,
-        NeedleMeasure,
-        RulerMeasure,
-        TurnMeasure,
-        AgreementMeasure,
-        SpeedMeasure,
-    )
+    kind.name: kind for kind in (PerplexityMeasure, NeedleMeasure, TurnMeasure)
 }
 
 __all__ = [
     "MEASURES",
-    "AgreementMeasure",
     "Measure",
     "NeedleMeasure",
     "PerplexityMeasure",
     "Result",
     "Results",
-    "RulerMeasure",
-    "SpeedMeasure",
     "TurnMeasure",
 ]
