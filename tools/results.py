@@ -8,10 +8,10 @@ A block begins with its command and ends with `<!-- end -->`:
 
     <!-- results: mlx_h2o evaluate --preset compare -->
 
-The JSON file beside the page holds for each command its settings, when and where it was printed, and the tables as columns and rows. A block without
-settings was printed before settings were recorded; it says at which commit.
-tests/repo/test_results.py fails if a command no longer parses, if its settings have changed, or if
-page and JSON differ.
+The JSON file beside the page holds for each command its settings, when and where it was printed,
+and the tables as columns and rows. A block without settings was printed before settings were
+recorded; it says at which commit. tests/repo/test_results.py fails if a command no longer parses,
+if its settings have changed, or if page and JSON differ.
 """
 
 from __future__ import annotations

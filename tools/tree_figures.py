@@ -68,6 +68,14 @@ def example_files() -> tuple[int, int]:
     return len(files), len(files - ran)
 
 
+def options_of(command: str) -> int:
+    """The options of a subcommand, without --help."""
+    from mlx_h2o.cli import parser
+
+    actions = parser()._command(command)._actions
+    return sum(bool(action.option_strings) for action in actions) - 1
+
+
 def main() -> None:
     """Measure and print."""
     imported, idle = example_files()
@@ -79,6 +87,7 @@ def main() -> None:
         ("swift/Sources", lines("swift/Sources/*.swift")),
         ("tests", lines("tests/*")),
         ("documentation, words", words(tracked("*.md"))),
+        *((f"options of {name}", options_of(name)) for name in ("generate", "chat", "serve")),
         ("files that README's example imports", imported),
         ("files of these in which nothing runs", idle),
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
 import select
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -14,8 +17,10 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
-from mlx_h2o.chat.dialogue import Dialogue
+from mlx_h2o.chat.dialogue import TOKENS, Dialogue
 from mlx_h2o.chat.pin_rules import PinRules
+from mlx_h2o.cli import interrupts
+from tiny_models import tiny_model
 
 SECONDS = 60
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -24,10 +29,10 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 class Terminal:
     """A program on a pseudo-terminal."""
 
-    def __init__(self, *arguments: str):
+    def __init__(self, *arguments: str, **variables: str):
         self.master, slave = pty.openpty()
         command = [sys.executable, "-m", "mlx_h2o", "chat", *arguments]
-        environment = os.environ | {"TERM": "dumb", "COLUMNS": "200"}
+        environment = os.environ | {"TERM": "dumb", "COLUMNS": "200"} | variables
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True
         )
@@ -108,6 +113,54 @@ def test_a_chat_in_the_terminal(tmp_path):
     assert other.close() == 0
 
 
+def test_pasted_lines_are_one_message_and_ctrl_c_twice_saves(tmp_path):
+    """On a terminal that edits lines."""
+    options = ("--model", "builtin:recall-4m", "--max-tokens", "4")
+    ready = "\x1b[?12l\x1b[?25h"  # the prompt stands, and keys are read one by one
+    variables = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    chat = Terminal(*options, **variables)
+    chat.read_until(ready)
+    os.write(chat.master, b"\x1b[200~Anne went home.\nToby stayed.\x1b[201~\r")
+    answer = chat.read_until("tokens/s]\r\n") + chat.read_until(ready)
+    assert answer.count(" slots a head") == 1
+    os.write(chat.master, b"\x03")
+    chat.read_until("ends the chat]\r\n")
+    chat.read_until(ready)
+    os.write(chat.master, b"\x03")
+    command = re.search(r"To go on: (mlx_h2o chat [^\r\n]+)", chat.read_until("stopped\r\n"))
+    assert chat.process.wait(SECONDS) == 130
+    os.close(chat.master)
+    program, *_, path = shlex.split(command[1])
+    assert program == "mlx_h2o"
+    assert [str(file) for file in tmp_path.rglob("*.safetensors")] == [path]
+    _, metadata = mlx_h2o.load_prompt_cache(path, return_metadata=True)
+    said = mlx_h2o.load("builtin:recall-4m")[1].decode(json.loads(metadata[TOKENS])["tokens"])
+    assert "Anne went home.\nToby stayed." in said
+    again = Terminal(*shlex.split(command[1])[2:])
+    again.read_until("> ")
+    assert "Anne went home." in again.say("/kept")
+    assert again.close() == 0
+
+
+def test_ctrl_c_ends_a_reply_between_two_steps(embedded):
+    """So the caches can be saved; the second one raises as ever."""
+    model, tokenizer = embedded
+    dialogue = Dialogue(model, tokenizer, lambda: make_prompt_cache(model, 64))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with interrupts.after_this_step() as interrupted:
+            for _ in dialogue.reply("It was a cold day.", 50):
+                signal.raise_signal(signal.SIGINT)
+                if interrupted():
+                    break
+        assert dialogue.cache[0].arrays()  # it is at rest
+        with pytest.raises(KeyboardInterrupt), interrupts.after_this_step():
+            [signal.raise_signal(signal.SIGINT) for _ in range(2)]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_only_what_is_new_is_read_and_nothing_is_said_twice(embedded):
     model, tokenizer = embedded
     dialogue = Dialogue(model, tokenizer, lambda: make_prompt_cache(model, 128))
@@ -180,9 +233,12 @@ def test_pins_and_files_of_a_dialogue(embedded, tmp_path):
         fresh().save(path, "m")
     dialogue.save(path, "m")
     other = fresh()
-    with pytest.raises(ValueError, match="a conversation with m"):
-        other.load(path, "n")
-    other.load(path, "m")
+    tiny = tiny_model("llama")
+    foreign = Dialogue(tiny, tokenizer, lambda: make_prompt_cache(tiny, 64))
+    for name, model_there in (("n", "m"), ("m", "another model of the name m")):
+        with pytest.raises(ValueError, match=f"saved with {model_there}, whose weights"):
+            foreign.load(path, name)
+    other.load(path, "the same model at another place")
     assert other.pinned_texts == dialogue.pinned_texts
     texts = [[r.token for r in d.reply(" And so", 8)] for d in (dialogue, other)]
     assert texts[0] == texts[1]

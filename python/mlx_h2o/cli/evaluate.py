@@ -29,7 +29,7 @@ from mlx_h2o.evaluate.measures import MEASURES, Measure
 from mlx_h2o.evaluate.methods import FULL, Method, default_methods, sized
 from mlx_h2o.evaluate.page import page
 from mlx_h2o.evaluate.plotting import drawing
-from mlx_h2o.evaluate.presets import PRESETS, chosen_measures, smaller_sizes
+from mlx_h2o.evaluate.presets import PRESETS, chosen_measures
 from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.evaluate.report import Section
 from mlx_h2o.evaluate.summary import answer_of
@@ -290,8 +290,6 @@ def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
     else:
         print_sections(sections, answer, args.markdown)
         print("\n".join(refusals), end="\n" if refusals else "")
-        if lines := smaller_sizes(evaluation.measures):
-            print(f"Sizes other than a full run's: {'; '.join(lines)}", file=sys.stderr)
         print(machine_line(evaluation.machine), file=sys.stderr)
         if line := advice():
             print(line, file=sys.stderr)

@@ -135,7 +135,9 @@ def run(args: argparse.Namespace) -> None:
     if args.save_prompt_cache is not None:
         write_kept(
             args.save_prompt_cache,
-            lambda path: save_prompt_cache(path, cache, about_model(args, model, tokenizer)),
+            lambda path: save_prompt_cache(
+                path, cache, about_model(args.model, (model, tokenizer))
+            ),
         )
     if args.json:
         print(json.dumps({"model": args.model, **report}))
@@ -197,9 +199,9 @@ def print_differences(
         )
 
 
-def about_model(args: argparse.Namespace, model: nn.Module, tokenizer: Any) -> dict[str, str]:
-    """What a file says about the model of its cache."""
-    return {"model": args.model, "fingerprint": fingerprint(model, tokenizer)}
+def about_model(name: str, loaded: tuple[nn.Module, Any]) -> dict[str, str]:
+    """What a file says about the model of its cache: model and tokenizer as `load` gives them."""
+    return {"model": name, "fingerprint": fingerprint(*loaded)}
 
 
 def resumed_cache(args: argparse.Namespace, model: nn.Module, tokenizer: Any) -> list[Any]:

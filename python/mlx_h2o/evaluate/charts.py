@@ -8,15 +8,13 @@ from typing import Any
 
 from mlx_h2o.evaluate.methods import OURS, PACKED, WINDOW
 from mlx_h2o.evaluate.plotting import drawing
-from mlx_h2o.evaluate.report import Chart, Curves, Maps
+from mlx_h2o.evaluate.report import Curves
 
 # Stands for the page's own ink until the drawing is text.
 INK = "#010203"
 OTHERS = ("#4c78a8", "#8e6bbd", "#d17a22", "#5fa2ce", "#b3589a", "#7f7f3f", "#3f9d8f", "#a05a5a")
 STROKES = ("-", "--", "-.", ":")
 WIDTH = 8.5
-#: Maps side by side, and the size of one in inches.
-MAPS_IN_A_ROW, MAP_SIZE = 4, (2.6, 1.9)
 
 
 def looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -34,7 +32,7 @@ def looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     return chosen
 
 
-def svg(chart: Chart) -> str:
+def svg(chart: Curves) -> str:
     """A chart as one `<svg>` element.
 
     Raises:
@@ -45,7 +43,7 @@ def svg(chart: Chart) -> str:
     style = {**dict.fromkeys(inked, INK), "svg.fonttype": "none", "font.size": 9}
     style |= {"svg.hashsalt": chart.title, "font.family": "sans-serif"}
     with pyplot.rc_context(style):
-        figure = _curves(pyplot, chart) if isinstance(chart, Curves) else _maps(pyplot, chart)
+        figure = _curves(pyplot, chart)
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(figure)
@@ -85,38 +83,3 @@ def _curves(pyplot: Any, chart: Curves) -> Any:
     if chart.lines:
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
-
-
-def _maps(pyplot: Any, chart: Maps) -> Any:
-    count = max(len(chart.grids), 1)
-    across = min(count, MAPS_IN_A_ROW)
-    down = -(-count // across)
-    size = MAP_SIZE[0] * across + 0.6, MAP_SIZE[1] * down + 0.5
-    figure, places = pyplot.subplots(
-        down, across, figsize=size, squeeze=False, layout="constrained"
-    )
-    cells = [place for row in places for place in row]
-    for place in cells[count:]:
-        place.set_visible(False)
-    for place, (name, grid) in zip(cells, chart.grids.items(), strict=False):
-        values = [[float("nan") if v is None else v for v in row] for row in grid]
-        place.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
-        place.set_title(name, fontsize=8)
-        if chart.columns:
-            place.set_xticks(range(len(chart.columns)), chart.columns, fontsize=7)
-        if chart.rows:
-            place.set_yticks(range(len(chart.rows)), chart.rows, fontsize=7)
-        place.set_xlabel(chart.across, fontsize=7)
-        place.set_ylabel(chart.down, fontsize=7)
-        if chart.numbers:
-            _write_numbers(place, grid)
-    return figure
-
-
-def _write_numbers(place: Any, grid: Sequence[Sequence[float | None]]) -> None:
-    """Write each cell's value into it, light on dark and dark on light."""
-    for i, row in enumerate(grid):
-        for j, value in enumerate(row):
-            if value is not None:
-                ink = "#111111" if value > 0.6 else "#f4f4f4"
-                place.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=7, color=ink)

@@ -105,26 +105,6 @@ def chosen_measures(
     return [replace(m, **changes.get(m.name, {})) for m in chosen]  # type: ignore[type-var]
 
 
-def smaller_sizes(chosen: Sequence[Measure]) -> list[str]:
-    """Sizes other than in a full run, as "perplexity: length 256 (full: 512)"."""
-    full = {measure.name: measure for measure in PRESETS["full"].measures}
-    lines = []
-    for measure in chosen:
-        sizes = [
-            f"{one.name} {_words(mine)} (full: {_words(whole)})"
-            for one in fields(measure)  # type: ignore[arg-type]
-            if (mine := getattr(measure, one.name))
-            != (whole := getattr(full[measure.name], one.name))
-        ]
-        if sizes:
-            lines.append(f"{measure.name}: {', '.join(sizes)}")
-    return lines
-
-
-def _words(size: Any) -> str:
-    return " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
-
-
 def _size(chosen: Sequence[Measure], size: str) -> tuple[str, str, Any]:
     """The measure, field and value of a changed size.
 

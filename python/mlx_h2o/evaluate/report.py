@@ -47,32 +47,6 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Maps:
-    """Grids of values from 0 to 1, side by side.
-
-    Attributes:
-        title: The text above the grids.
-        grids: By name, rows of values; None where nothing was measured.
-        across: The meaning of columns.
-        down: The meaning of rows.
-        columns: Labels of the columns; may be empty.
-        rows: Labels of the rows; may be empty.
-        numbers: Whether values are written into their cells.
-    """
-
-    title: str
-    grids: Mapping[str, Sequence[Sequence[float | None]]]
-    across: str
-    down: str
-    columns: Sequence[str] = ()
-    rows: Sequence[str] = ()
-    numbers: bool = False
-
-
-Chart = Curves | Maps
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of a report.
 
@@ -86,4 +60,4 @@ class Section:
     title: str
     about: str
     tables: Sequence[Rows] = ()
-    charts: Sequence[Chart] = ()
+    charts: Sequence[Curves] = ()

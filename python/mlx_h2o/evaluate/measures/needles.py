@@ -27,7 +27,7 @@ from mlx_h2o.evaluate.facts import (
 from mlx_h2o.evaluate.measures.base import ASKING, Measure, Result, Results, fraction, part_of
 from mlx_h2o.evaluate.methods import Method
 from mlx_h2o.evaluate.reader import Reader, Tell, answers_right, in_batches, read
-from mlx_h2o.evaluate.report import Maps, Rows, Section
+from mlx_h2o.evaluate.report import Rows, Section
 
 #: Facts in a prompt that holds several.
 COMPANY = 4
@@ -241,30 +241,6 @@ class NeedleMeasure(Measure):
             "cut down before the question came; seen: the question came with the text's last "
             "chunk. Only facts that the full cache answers count.",
             [Rows("", columns, rows)],
-            [self._map(results, question) for question in self.questions],
-        )
-
-    def _map(self, results: Results, question: str) -> Maps:
-        """Depth by length, over all kinds."""
-        full = results[0][1]["records"]
-        grids = {}
-        for method, result in results[1:]:
-            grids[method.name] = [
-                [
-                    share(of_records(result["records"], full, question=question, **place))
-                    for length in self.lengths
-                    for place in ({"depth": depth, "length": length},)
-                ]
-                for depth in self.depths
-            ]
-        return Maps(
-            f"Needles found, question {question}",
-            grids,
-            "tokens",
-            "depth",
-            [str(length) for length in self.lengths],
-            [f"{depth:.0%}" for depth in self.depths],
-            numbers=True,
         )
 
 
@@ -304,9 +280,3 @@ def of_records(
             right, of = part_of(ours["known"], theirs["known"])
             known_, asked_ = known_ + right, asked_ + of
     return known_, asked_
-
-
-def share(counts: tuple[int, int]) -> float | None:
-    """Known divided by asked, or None if nothing was asked."""
-    right, of = counts
-    return right / of if of else None
