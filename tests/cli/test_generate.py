@@ -223,7 +223,7 @@ def test_foreign_prompt_caches_are_refused(
     assert "was saved with --model another" in capsys.readouterr().err
 
     # The same name at another place may be another model: its weights decide.
-    about = generate.about_model("builtin:recall-4m", builtin)
+    about = generate.about_model("builtin:recall-4m", embedded)
     mlx_h2o.save_prompt_cache(file, cache, about | {"fingerprint": "0"})
     assert main(resume) == 2
     assert "another model of the name builtin:recall-4m" in capsys.readouterr().err
