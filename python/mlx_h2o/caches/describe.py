@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models import cache as mlx_lm_cache
-
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.loaded import is_cache
 from mlx_h2o.slots.remainder import SATURATION
 
 #: The slots in a reason; layers that are otherwise alike may differ in them.
@@ -171,13 +170,13 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         if entry.choice:
             reason += f" (chosen: {entry.choice})"
         return LayerDescription(layer, name, True, reason, entry.budgets, nbytes)
-    if isinstance(entry, mlx_lm_cache.RotatingKVCache):
+    if is_cache(entry, "RotatingKVCache"):
         reason = f"the model's own sliding window of {entry.max_size} tokens"
         return LayerDescription(layer, name, True, reason, None, nbytes)
-    if isinstance(entry, mlx_lm_cache.ArraysCache):
+    if is_cache(entry, "ArraysCache"):
         reason = "a state of fixed size, not a list of tokens"
         return LayerDescription(layer, name, True, reason, None, nbytes)
-    if isinstance(entry, mlx_lm_cache.ChunkedKVCache):
+    if is_cache(entry, "ChunkedKVCache"):
         reason = f"the model's own chunks of {entry.chunk_size} tokens"
         return LayerDescription(layer, name, True, reason, None, nbytes)
     reason = "a cache of the model's own kind, left as it is; it may grow with the conversation"

@@ -11,7 +11,6 @@ from typing import Any, Literal, cast, overload
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o._checks import MOST_TOKENS
 from mlx_h2o._files import check_header, replacing
@@ -19,6 +18,9 @@ from mlx_h2o.caches import kinds
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries, listed
+from mlx_h2o.hosts.host import Host
+from mlx_h2o.hosts.loaded import hosts, is_cache, library_of
+from mlx_h2o.hosts.mlx_lm import MLX_LM
 from mlx_h2o.layer import saved_state
 
 FILE_FORMAT = "mlx-h2o prompt cache"
@@ -67,10 +69,10 @@ def require_savable(cache: Sequence[Any]) -> None:
     """Raise ValueError unless `save_prompt_cache` can save every entry of a cache list."""
     for _, entry in entries(cache):
         kind = type(entry).__name__
-        if not isinstance(entry, BoundedKVCache) and getattr(mlx_lm_cache, kind, None) is not type(
-            entry
-        ):
-            raise ValueError(f"Cannot save a {kind}: it is neither mlx-h2o's nor mlx-lm's cache.")
+        if not isinstance(entry, BoundedKVCache) and library_of(entry) is None:
+            raise ValueError(
+                f"Cannot save a {kind}: it is neither mlx-h2o's cache nor its library's own."
+            )
 
 
 @overload
@@ -140,9 +142,9 @@ def _read(file_name: str) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 def _saved(entry: Any, prefix: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
     """Put an entry's arrays under its prefix; return the rest of it as JSON types."""
-    if isinstance(entry, mlx_lm_cache.CacheList):
+    if is_cache(entry, "CacheList"):
         members = [_saved(m, f"{prefix}.{i}", arrays) for i, m in enumerate(entry.caches)]
-        return {"class": "CacheList", "members": members}
+        return {"class": "CacheList", "members": members, **_library(entry)}
     if isinstance(entry, BoundedKVCache):
         own, config = saved_state.used_only(entry.arrays(), entry.config())
         arrays.update({f"{prefix}.{name}": array for name, array in own.items()})
@@ -155,14 +157,30 @@ def _saved(entry: Any, prefix: str, arrays: dict[str, mx.array]) -> dict[str, An
         else:
             scalars[path] = leaf
     kind = type(entry).__name__
-    return {"class": kind, "scalars": scalars, "meta_state": getattr(entry, "meta_state", None)}
+    meta_state = getattr(entry, "meta_state", None)
+    return {"class": kind, "scalars": scalars, "meta_state": meta_state, **_library(entry)}
+
+
+def _library(entry: Any) -> dict[str, str]:
+    """The library of a cache, for a file; nothing stands for mlx-lm."""
+    host = library_of(entry)
+    return {"library": host.name} if host is not None and host is not MLX_LM else {}
+
+
+def _host(entry: dict[str, Any]) -> Host:
+    """The library of a cache that a file describes."""
+    name = entry.get("library", MLX_LM.name)
+    found = next((host for host in hosts() if host.name == name), None)
+    if found is None:
+        raise ValueError(f"It holds caches of {name}: import that first.")
+    return found
 
 
 def _restored(entry: dict[str, Any], prefix: str, arrays: dict[str, mx.array]) -> Any:
     """The cache that `_saved` described."""
     if entry["class"] == "CacheList":
         members = [_restored(m, f"{prefix}.{i}", arrays) for i, m in enumerate(entry["members"])]
-        return listed(members)
+        return listed(members, _host(entry).caches.CacheList)
     own = {
         name.removeprefix(f"{prefix}."): array
         for name, array in arrays.items()
@@ -170,9 +188,10 @@ def _restored(entry: dict[str, Any], prefix: str, arrays: dict[str, mx.array]) -
     }
     if entry["class"] == "H2OKVCache":
         return kinds.restored((own, json.dumps(entry["config"])))
-    cls = getattr(mlx_lm_cache, entry["class"], None)
+    host = _host(entry)
+    cls = getattr(host.caches, entry["class"], None)
     if not isinstance(cls, type) or not hasattr(cls, "from_state"):
-        raise ValueError(f"This mlx-lm has no {entry['class']} to load.")
+        raise ValueError(f"This {host.name} has no {entry['class']} to load.")
     _check_numbers(entry["scalars"], entry.get("meta_state"))
     leaves = sorted({**own, **entry["scalars"]}.items(), key=lambda item: _path_key(item[0]))
     state = cast(list[Any], tree_unflatten(leaves))[0] if leaves else []

@@ -11,7 +11,7 @@ from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.attending import hand_out
 from mlx_h2o.layer.scoring import RunResult
 from mlx_h2o.layer.step import attend_to_shared, evict_after_sharers, grow
 from mlx_h2o.slots.slot_store import Fields
@@ -124,7 +124,7 @@ class SharedKVCache(BoundedKVCache):
 
     def _handing_out(self, keys: mx.array) -> None:
         self._keys.append(keys)
-        routing.hand_out(self, keys)
+        hand_out(self, keys)
 
     def config(self) -> dict[str, Any]:
         """As in `BoundedKVCache`, with the number of layers that attend."""

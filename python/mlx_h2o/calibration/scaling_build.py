@@ -20,7 +20,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.attention.call import AttentionCall
@@ -34,6 +33,7 @@ from mlx_h2o.budgets.profile import (
 from mlx_h2o.budgets.profile_store import KeptOfModel
 from mlx_h2o.calibration.scaling_fit import FrameSample, KeyUse, fitted
 from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.loaded import is_plain, logits_of, restored
 from mlx_h2o.hosts.recorder import (
     LookingCache,
     Watcher,
@@ -112,13 +112,11 @@ def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None
         Beside attention sinks and capped logits there is no centre.
     """
     routing.install()
-    layers = [
-        _Sampling() if type(entry) is mlx_lm_cache.KVCache else None
-        for entry in stock_caches(model)
-    ]
+    layers = [_Sampling() if is_plain(entry) else None for entry in stock_caches(model)]
     for tokens in passes:
         stock = zip(layers, stock_caches(model), strict=True)
-        mx.eval(model(tokens, cache=[layer or entry for layer, entry in stock]))
+        with restored(model):
+            mx.eval(logits_of(model, tokens, [layer or entry for layer, entry in stock]))
     return [layer.frame() if layer else None for layer in layers]
 
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.loaded import logits_of
 from mlx_h2o.loading.identity import architecture
 from mlx_h2o.loading.load import PACKAGE
 from mlx_h2o.slots.slot_store import Run
@@ -197,7 +198,7 @@ def trace(
     seen: _SoFar | None = None
     while read < T:
         chunk = tokens[read : read + (1 if read else prefill)]
-        model(mx.array([chunk]), cache=cache)
+        logits_of(model, mx.array([chunk]), cache)
         looks = [look(entry, run) for _, entry in layers for run in runs_of(entry)]
         mx.eval(looks, [entry.state for entry in cache])
         read += len(chunk)

@@ -21,12 +21,12 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx_lm.models.cache import KVCache
 
 from mlx_h2o.attention.backends.reference import softcapped
 from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.compression.rereading import REPEAT, RereadCache, Tell, looking_caches
 from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.loaded import is_plain, logits_of
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.slots.packed import dense
 
@@ -207,11 +207,11 @@ def distil(
     taught = lessons(model, tokenizer, tokens, caches, tell)
     kept = [Kept(cast(Layer, entry.layer)) for entry in bounded]
     moves = [{name: mx.zeros_like(rows) for name, rows in of.rows.items()} for of in kept]
-    full = [entry for _, entry in entries(caches) if type(entry) is KVCache]
+    full = [entry for _, entry in entries(caches) if is_plain(entry)]
 
     def predictions(lesson: Lesson, plain: Sequence[Looking]) -> mx.array:
-        logits = model(lesson.tokens, cache=looking_caches(caches, plain))[:, lesson.first :]
-        logits = logits.astype(mx.float32)
+        logits = logits_of(model, lesson.tokens, looking_caches(caches, plain))
+        logits = logits[:, lesson.first :].astype(mx.float32)
         logarithms: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return logarithms
 
@@ -266,7 +266,7 @@ def lessons(
     cache = [type(entry).merge([entry] * CONTINUATIONS) for entry in caches]
     last, drawn_tokens = mx.repeat(tokens[:, -1:], CONTINUATIONS, axis=0), list[mx.array]()
     for key in mx.random.split(mx.random.key(0), LESSON):
-        logits = model(last, cache=cache)[:, -1].astype(mx.float32)
+        logits = logits_of(model, last, cache)[:, -1].astype(mx.float32)
         last = mx.random.categorical(logits, key=key)[:, None].astype(tokens.dtype)
         mx.eval(last)
         drawn_tokens.append(last)

@@ -14,13 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from mlx_h2o.attention.backends.reference import softcapped
 from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.attention.ops import scaled_dot_product_attention_with_mass
 from mlx_h2o.hosts.cache_lists import entries, replaced
 from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.hosts.loaded import is_plain, logits_of
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.layer.value_fit import MOST_QUERIES
 
@@ -39,7 +39,7 @@ class RereadCache(Looking):
         every: One of each so many queries is kept, to fit values by; 0: none is.
     """
 
-    def __init__(self, first: KVCache, every: int):
+    def __init__(self, first: Any, every: int):
         self.offset = first.offset
         # The cache's buffers are longer than the rows it holds.
         assert first.keys is not None
@@ -157,17 +157,18 @@ def read_twice(
     caches = stock_caches(model)
     for start in range(0, T, chunk):
         part = tokens[:, start : start + chunk]
-        model(part, cache=caches)
+        logits_of(model, part, caches)
         mx.eval([entry.state for entry in caches])
         tell(B * part.shape[1])
     group = max(kind.group for kind in kinds)
     every = -(-T * group // MOST_QUERIES) if keeps_queries else 0
-    plain = [RereadCache(entry, every) for _, entry in entries(caches) if type(entry) is KVCache]
+    plain = [RereadCache(entry, every) for _, entry in entries(caches) if is_plain(entry)]
     request = mx.broadcast_to(mx.array([list(repeat)], dtype=tokens.dtype), (B, len(repeat)))
     for start in range(0, T, chunk):
         part = tokens[:, start : start + chunk]
         looking = looking_caches(caches, plain)
-        mx.eval(model(mx.concatenate([request, part], axis=1), cache=looking)[:, -1:, :1])
+        again = mx.concatenate([request, part], axis=1)
+        mx.eval(logits_of(model, again, looking)[:, -1:, :1])
         mx.eval([one.state for one in plain])
         tell(B * part.shape[1])
     queries = T + len(repeat) * -(-T // chunk)
@@ -185,5 +186,5 @@ def looking_caches(caches: Sequence[Any], plain: Sequence[Looking]) -> list[Any]
         plain: A cache in the place of each plain one.
     """
     again = iter(plain)
-    own = [entry if type(entry) is KVCache else copy.deepcopy(entry) for entry in caches]
+    own = [entry if is_plain(entry) else copy.deepcopy(entry) for entry in caches]
     return [replaced(entry, lambda: next(again)) for entry in own]

@@ -23,6 +23,7 @@ from mlx_h2o.compression.compress import compress_into
 from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits
 from mlx_h2o.evaluate.reader import Reader, Tell, read
 from mlx_h2o.hosts.layer_probe import identity_by_kinds, layer_kinds
+from mlx_h2o.hosts.loaded import is_plain
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.policies import Policy
@@ -236,9 +237,7 @@ def _packed(model: nn.Module, label: str) -> list[Any]:
 
 def _in_place_of_plain(model: nn.Module, make: Any) -> list[Any]:
     """The model's own caches, with another in the place of each plain one."""
-    return [
-        make() if type(entry) is mlx_lm_cache.KVCache else entry for entry in stock_caches(model)
-    ]
+    return [make() if is_plain(entry) else entry for entry in stock_caches(model)]
 
 
 def share_label(share: float) -> str:

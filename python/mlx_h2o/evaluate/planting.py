@@ -14,6 +14,7 @@ from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.facts import RecallTask
 from mlx_h2o.evaluate.methods import FULL, PACKED, WINDOW, Method, parse_method
 from mlx_h2o.evaluate.plotting import drawing
+from mlx_h2o.hosts.loaded import logits_of
 
 #: The most tokens of an answer.
 ANSWER_TOKENS = 8
@@ -72,7 +73,7 @@ def answers_of(
     cache = method.make(model, T + ANSWER_TOKENS)
 
     def read(tokens: mx.array) -> mx.array:
-        logits: mx.array = model(tokens, cache=cache)[:, -1]
+        logits = logits_of(model, tokens, cache)[:, -1]
         mx.eval(logits, [entry.state for entry in cache])
         step(tokens.shape[1])
         return logits

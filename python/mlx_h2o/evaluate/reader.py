@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.evaluate.facts import FORMS, Form, is_known
+from mlx_h2o.hosts.loaded import logits_of
 from mlx_h2o.loading.load import load
 
 #: Called with the number of tokens read since the last call.
@@ -107,7 +108,7 @@ def read(model: nn.Module, cache: list[Any], tokens: mx.array, chunk: int, tell:
         step(model, cache, tokens[:, i], tell)
     for start in range(0, T - 1 if chunk > 1 else 0, chunk):
         part = tokens[:, start : min(start + chunk, T - 1)]
-        model(part, cache=cache)  # its logits are never computed
+        logits_of(model, part, cache)  # its logits are never computed
         mx.eval([entry.state for entry in cache])
         tell(B * part.shape[1])
     return step(model, cache, tokens[:, -1], tell)
@@ -122,7 +123,7 @@ def step(model: nn.Module, cache: list[Any], token: mx.array, tell: Tell) -> mx.
         token: Token ids `[B]`.
         tell: Called with the tokens read since the last call.
     """
-    logits: mx.array = model(token[:, None], cache=cache)[:, -1]
+    logits = logits_of(model, token[:, None], cache)[:, -1]
     mx.eval(logits)
     tell(token.shape[0])
     return logits

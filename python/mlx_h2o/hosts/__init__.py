@@ -1,1 +1,1 @@
-"""Patches of mlx-lm, and probes that find out how its models use their caches."""
+"""The seam to mlx-lm and mlx-vlm: patches, and probes that find out how models use their caches."""

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_h2o.hosts.loaded import is_cache, is_plain, library_of
+
 
 class UnmergedCacheList(mlx_lm_cache.CacheList):
     """A CacheList that cannot be batched, because one of its members cannot."""
@@ -17,17 +19,21 @@ class UnmergedCacheList(mlx_lm_cache.CacheList):
         raise AttributeError("Members of this list of caches cannot be batched.")
 
 
-def listed(members: Sequence[Any]) -> Any:
-    """A CacheList of these caches; it has `merge` only if all of them can be batched."""
-    merges = all(hasattr(member, "merge") for member in members)
-    kind: Any = mlx_lm_cache.CacheList if merges else UnmergedCacheList
-    return kind(*members)
+def listed(members: Sequence[Any], kind: Any = mlx_lm_cache.CacheList) -> Any:
+    """A CacheList of these caches; it has `merge` only if all of them can be batched.
+
+    Args:
+        members: The caches.
+        kind: The library's class of lists.
+    """
+    merges = kind is not mlx_lm_cache.CacheList or all(hasattr(m, "merge") for m in members)
+    return (kind if merges else UnmergedCacheList)(*members)
 
 
 def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Each cache of a list, members of a CacheList too, with its place ("3", "3.1")."""
     for i, entry in enumerate(cache):
-        if isinstance(entry, mlx_lm_cache.CacheList):
+        if is_cache(entry, "CacheList"):
             yield from entries(entry.caches, f"{prefix}{i}.")
         else:
             yield f"{prefix}{i}", entry
@@ -35,6 +41,8 @@ def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def replaced(entry: Any, make: Any) -> Any:
     """A cache list's entry with each plain KV cache replaced, members of a CacheList too."""
-    if isinstance(entry, mlx_lm_cache.CacheList):
-        return listed([replaced(member, make) for member in entry.caches])
-    return make() if type(entry) is mlx_lm_cache.KVCache else entry
+    if is_cache(entry, "CacheList"):
+        members = [replaced(member, make) for member in entry.caches]
+        host = library_of(entry)
+        return listed(members, *[host.caches.CacheList] if host else [])
+    return make() if is_plain(entry) else entry

@@ -13,8 +13,9 @@ from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.budgets.cost import RowWidths
 from mlx_h2o.budgets.plan import LayerKind
 from mlx_h2o.hosts import routing
+from mlx_h2o.hosts.attending import hand_out
 from mlx_h2o.hosts.cache_lists import entries, replaced
-from mlx_h2o.hosts.routing import hand_out
+from mlx_h2o.hosts.loaded import host_of, logits_of, restored
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.identity import ModelIdentity, architecture, identity_of
 
@@ -73,9 +74,10 @@ class _Trial(Looking, mlx_lm_cache.KVCache):
 
 
 def _runs(model: nn.Module) -> bool:
-    """Whether the model takes a token with mlx-lm's own caches."""
+    """Whether the model takes a token with its own caches."""
     try:
-        model(mx.array([[0]]), cache=stock_caches(model))
+        with restored(model):
+            logits_of(model, mx.array([[0]]), stock_caches(model))
     except Exception:  # a model may raise anything
         return False
     return True
@@ -87,18 +89,20 @@ def layer_kinds(model: nn.Module) -> list[LayerKind]:
     One token is sent through the model lazily: shapes become known, and nothing is computed.
 
     Raises:
-        ValueError: The model does not run with mlx-lm's own caches either.
+        ValueError: The model does not run with its library's own caches either.
     """
     routing.install()
     caches = [replaced(entry, _Trial) for entry in stock_caches(model)]
     try:
-        model(mx.array([[0]]), cache=caches)
+        with restored(model):
+            logits_of(model, mx.array([[0]]), caches)
     except Exception as error:
         if not _runs(model):
             raise ValueError(
-                f"{architecture(model)} with this config does not run with mlx-lm's own caches "
-                f"either ({type(error).__name__}: {error}): look at its config.json (gemma3_text, "
-                "for one, needs as many layers as sliding_window_pattern says)."
+                f"{architecture(model)} with this config does not run with {host_of(model).name}'s "
+                f"own caches either ({type(error).__name__}: {error}): look at its "
+                "config.json (gemma3_text, for one, needs as many layers as "
+                "sliding_window_pattern says)."
             ) from error
         raise
     found: list[LayerKind] = []

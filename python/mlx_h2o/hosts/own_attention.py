@@ -154,12 +154,18 @@ TABLE = {
 _replaced: dict[type, Call] = {}
 
 
-def install() -> None:
-    """Let every class of the table with a known source ask caches that can attend."""
+def install(package: str) -> None:
+    """Let every class of the table with a known source ask caches that can attend.
+
+    Args:
+        package: The top package of the library whose classes are meant.
+    """
     for module, own in TABLE.items():
+        if module.partition(".")[0] != package:
+            continue
         try:
             attention = importlib.import_module(module).Attention
-        except (ImportError, AttributeError):  # another mlx-lm
+        except (ImportError, AttributeError):  # another version of the library
             continue
         if attention not in _replaced and digest_of(attention.__call__) == own.digest:
             _replaced[attention] = attention.__call__

@@ -19,6 +19,7 @@ from mlx_h2o.budgets.profile import SMALLEST_BUDGET
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import replaced
 from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.hosts.loaded import language_model, logits_of, restored
 from mlx_h2o.hosts.refusals import require_boundable
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.identity import architecture
@@ -82,6 +83,7 @@ def watched(model: nn.Module, watcher: Watcher) -> Iterator[None]:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """A model's blocks, without the None entries on a rank of a pipeline."""
+    model = language_model(model)
     blocks = [b for b in getattr(model, "layers", ()) if isinstance(b, nn.Module)]
     if not blocks:
         raise ValueError(
@@ -144,9 +146,8 @@ def looked_through(
         return make(made - 1)
 
     caches = [replaced(entry, one) for entry in stock_caches(model)]
-    with watched(model, watcher):
-        logits: mx.array = model(tokens, cache=caches)
-    return logits
+    with watched(model, watcher), restored(model):
+        return logits_of(model, tokens, caches)
 
 
 def full_attention(
@@ -338,7 +339,9 @@ def trained_context(model: nn.Module, otherwise: int = USUAL_PASS) -> int:
         model: An mlx-lm model.
         otherwise: The result for a model that does not say.
     """
-    context = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    model = language_model(model)
+    config = getattr(model, "args", None) or getattr(model, "config", None)
+    context = getattr(config, "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 0 else otherwise
 
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models import cache as mlx_lm_cache
-
 from mlx_h2o.budgets.plan import LayerKind
 from mlx_h2o.budgets.settings import ModelSettings, check_rolling
 from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.loaded import is_cache, is_plain
 from mlx_h2o.policies import Policy
 
-#: mlx-lm's caches whose memory does not grow with the conversation.
-FIXED_SIZE = (
-    mlx_lm_cache.RotatingKVCache,
-    mlx_lm_cache.ArraysCache,
-    mlx_lm_cache.ChunkedKVCache,
-)
+#: The libraries' caches whose memory does not grow with the conversation.
+FIXED_SIZE = ("RotatingKVCache", "ArraysCache", "ChunkedKVCache")
 
 
 class NothingToBound(ValueError):
@@ -49,8 +44,11 @@ def require_boundable(name: str, kinds: Sequence[LayerKind], caches: Sequence[An
         )
     if kinds:
         return
-    found = {type(entry) for _, entry in entries(caches) if not isinstance(entry, FIXED_SIZE)}
-    others = {kind.__name__ for kind in found - {mlx_lm_cache.KVCache}}  # plain ones are unused
+    others = {
+        type(entry).__name__
+        for _, entry in entries(caches)
+        if not is_cache(entry, *FIXED_SIZE) and not is_plain(entry)  # plain ones are unused
+    }
     if others:
         raise ValueError(
             f"{name} keeps its tokens in caches of its own ({', '.join(sorted(others))}), which "

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import replaced
+from mlx_h2o.hosts.loaded import logits_of, restored
 from mlx_h2o.hosts.recorder import LookingCache
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.slots.rope import Rope
@@ -52,7 +53,7 @@ def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
 
     Args:
         name: The model's name.
-        model: An mlx-lm model that mlx_h2o can route.
+        model: A model that mlx_h2o can route.
         layers: The number of plain KV caches that it uses.
 
     Raises:
@@ -81,7 +82,8 @@ def _keys_at(model: nn.Module, place: int) -> list[mx.array]:
     """The keys `[1, H, 1, D]` of one token at a place, of each plain KV cache in use."""
     keys: list[mx.array] = []
     caches = [replaced(entry, lambda: _At(place, keys)) for entry in stock_caches(model)]
-    model(mx.array([[1]]), cache=caches)
+    with restored(model):
+        logits_of(model, mx.array([[1]]), caches)
     mx.eval(keys)
     return keys
 

@@ -1,4 +1,4 @@
-"""mlx-lm's own caches of a model, available while this package has replaced mlx-lm's functions."""
+"""A model's own caches, available while this package has replaced its library's functions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from contextvars import ContextVar
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models import cache as mlx_lm_cache
 
-# mlx-lm's own function: `bounding.install` and users put others in its place.
-stock_function = mlx_lm_cache.make_prompt_cache
+from mlx_h2o.hosts.loaded import host_of, language_model
+
 # Ids of the models whose own caches are being made.
 _asked: ContextVar[frozenset[int]] = ContextVar("asked", default=frozenset())
 
 
 def stock_caches(model: nn.Module) -> list[Any]:
     """The model's own caches, one an entry; plain ones if it has no `make_cache`."""
+    model = language_model(model)
     with _asking(model):
-        caches: list[Any] = stock_function(model)
-    return caches
+        return host_of(model).make_prompt_cache(model)
 
 
 def asking() -> bool:
@@ -43,11 +42,11 @@ def caches_beneath(model: nn.Module) -> list[Any]:
         raise ValueError(
             f"{type(model).__name__}.make_cache was replaced, in the class, by one that asks "
             "mlx_h2o for caches, and so the model's own cannot be made. Call "
-            "mlx_h2o.install(max_size=...) instead: it bounds every cache that mlx-lm makes."
+            "mlx_h2o.install(max_size=...) instead: it bounds every cache that its library makes."
         )
     own = getattr(type(model), "make_cache", None)
     if own is None:
-        return [mlx_lm_cache.KVCache() for _ in model.layers]
+        return [host_of(model).caches.KVCache() for _ in model.layers]
     caches: list[Any] = own(model)
     return caches
 

@@ -82,7 +82,7 @@ class ModelIdentity:
 
 
 def architecture(model: nn.Module) -> str:
-    """mlx-lm's name of a model's architecture, for messages: "llama".
+    """The library's name of a model's architecture, for messages: "llama".
 
     Raises:
         ValueError: `model` is a model's name instead of a model.
@@ -92,7 +92,9 @@ def architecture(model: nn.Module) -> str:
             f"A loaded model is needed; got its name {_checks.shown(str(model))}: load it first, "
             f"as in `model, tokenizer = mlx_h2o.load({_checks.shown(str(model))})`."
         )
-    return type(model).__module__.rsplit(".", 1)[-1]
+    # "mlx_lm.models.llama", "mlx_vlm.models.qwen2_vl.language"
+    parts = type(model).__module__.split(".")
+    return parts[2] if parts[1:2] == ["models"] and len(parts) > 2 else parts[-1]
 
 
 def identity_of(model: nn.Module, heads: Sequence[int], widths: Sequence[int]) -> ModelIdentity:

@@ -22,6 +22,7 @@ from mlx_h2o.caches.shared import SharedKVCache
 from mlx_h2o.hosts import own_attention
 from mlx_h2o.hosts.cache_lists import entries, replaced
 from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.hosts.loaded import language_model
 from mlx_h2o.hosts.recorder import trained_context
 from mlx_h2o.hosts.refusals import check_settings, require_boundable
 from mlx_h2o.hosts.stock_caches import caches_beneath, is_asked, stock_caches
@@ -39,7 +40,7 @@ def make_prompt_cache(
     Other caches stay as they are (`describe` lists them, with reasons).
 
     Args:
-        model: An mlx-lm model.
+        model: A model of mlx-lm or mlx-vlm.
         max_size: Tokens' worth of memory per KV head, on average, the remainder included. The
             alternative is `max_bytes`.
         **options: All optional; `CacheOptions` explains each at length.
@@ -66,6 +67,7 @@ def make_prompt_cache(
         ValueError: An option is unknown or invalid, two exclude each other, or they do not suit
             this model.
     """
+    model = language_model(model)
     if is_asked(model):  # called by its own make_cache, whose function this one replaces
         return caches_beneath(model)
     return bounded_caches(model, ModelSettings.of(max_size, **options))
@@ -77,7 +79,7 @@ def bounded_caches(
     """The model's own caches, with every plain KV cache replaced by one with these settings.
 
     Args:
-        model: An mlx-lm model.
+        model: A model of mlx-lm or mlx-vlm.
         settings: Settings of all caches.
         kinds: The kinds of its layers, if not `layer_kinds` of the model.
 

@@ -27,6 +27,7 @@ from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.hosts.loaded import logits_of
 from mlx_h2o.hosts.recorder import trained_context
 from mlx_h2o.layer.layer_factory import lies_in_range
 from mlx_h2o.models.make import bounded_caches
@@ -233,7 +234,7 @@ def _taken(model: nn.Module, caches: Sequence[Any], length: int) -> int:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    model(mx.zeros((1, length), mx.int32), cache=caches)
+    logits_of(model, mx.zeros((1, length), mx.int32), caches)
     mx.eval([entry.state for entry in caches])
     most, active = mx.get_peak_memory(), mx.get_active_memory()
     return max(most - max(active, before), 0)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import KVCache
-
 from mlx_h2o import _checks
 from mlx_h2o.budgets.options import LayerBudgets, OneLayer
 from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.loaded import is_plain
 from mlx_h2o.slots.key_scaling import Frame
 
 
@@ -35,7 +34,7 @@ def slots_of_caches(
         )
     sizes: list[list[int]] = []
     for i, entry in enumerate(caches):
-        plain = sum(type(member) is KVCache for _, member in entries([entry]))
+        plain = sum(is_plain(member) for _, member in entries([entry]))
         if not callable(budgets) and (budgets[i] is None) != (not plain):
             raise ValueError(
                 f"budgets[{i}] is for a {type(entry).__name__}: it must be "
@@ -80,8 +79,8 @@ def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
         )
     of_plain: list[Frame | None] = []
     for i, (entry, frame) in enumerate(zip(caches, given, strict=True)):
-        plain = sum(type(member) is KVCache for _, member in entries([entry]))
-        if frame is not None and type(entry) is not KVCache:
+        plain = sum(is_plain(member) for _, member in entries([entry]))
+        if frame is not None and not is_plain(entry):
             raise ValueError(
                 f"frames[{i}] is for a {type(entry).__name__}, which is not a plain KV cache: "
                 "it must be None."

@@ -22,6 +22,7 @@ from mlx_h2o.evaluate.methods import Method
 from mlx_h2o.evaluate.reader import Reader, Tell
 from mlx_h2o.evaluate.report import Curves, Rows, Section
 from mlx_h2o.evaluate.side_by_side import side_by_side
+from mlx_h2o.hosts.loaded import logits_of
 
 DRAWS = 10_000
 LEVEL = 0.95
@@ -120,12 +121,12 @@ def perplexity(
         progress: Called with the number of tokens processed so far, of one sample.
     """
     B, T = samples.shape
-    logits = model(samples[:, :prefill], cache=cache)[:, -1]
+    logits = logits_of(model, samples[:, :prefill], cache)[:, -1]
     total = mx.zeros(B)
     for i in range(prefill, T):
         total = total + nn.losses.cross_entropy(logits.astype(mx.float32), samples[:, i])
         if i + 1 < T:
-            logits = model(samples[:, i : i + 1], cache=cache)[:, -1]
+            logits = logits_of(model, samples[:, i : i + 1], cache)[:, -1]
         mx.eval(total, logits)
         if progress:
             progress(i + 1)

@@ -1,0 +1,137 @@
+"""The libraries of models that are loaded: mlx-lm always, mlx-vlm once somebody imports it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_h2o.hosts.host import Host
+from mlx_h2o.hosts.mlx_lm import MLX_LM
+
+# The module of mlx-vlm that defines attention; its models and caches are imported from there on.
+LAST_NEEDED = "mlx_vlm.models.base"
+
+
+def hosts() -> list[Host]:
+    """The libraries that are loaded."""
+    if LAST_NEEDED not in sys.modules:
+        return [MLX_LM]
+    return [MLX_LM, importlib.import_module("mlx_h2o.hosts.mlx_vlm").MLX_VLM]
+
+
+def host_of(model: nn.Module) -> Host:
+    """The library of a model; mlx-lm for a model of none."""
+    package = type(model).__module__.partition(".")[0]
+    return next((host for host in hosts() if host.package == package), MLX_LM)
+
+
+def is_cache(entry: Any, *kinds: str) -> bool:
+    """Whether a cache is of one of these classes, in any library."""
+    return any(isinstance(entry, getattr(host.caches, kind)) for host in hosts() for kind in kinds)
+
+
+def is_plain(entry: Any) -> bool:
+    """Whether a cache is a library's `KVCache`, which grows by every token, and no subclass."""
+    return any(type(entry) is host.caches.KVCache for host in hosts())
+
+
+def library_of(entry: Any) -> Host | None:
+    """The library that defines a cache's very class; None if none does."""
+    name, kind = type(entry).__name__, type(entry)
+    return next((host for host in hosts() if getattr(host.caches, name, None) is kind), None)
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """The part of a model that has a KV cache: all of it, or that beside what sees images."""
+    if host_of(model) is MLX_LM:
+        return model
+    part = model
+    while isinstance(inner := getattr(part, "language_model", None), nn.Module):
+        part = inner
+    return part
+
+
+def logits_of(model: nn.Module, tokens: mx.array, cache: Sequence[Any] | None) -> mx.array:
+    """The logits `[B, L, V]` of a model of any library, not computed yet.
+
+    Args:
+        model: The model.
+        tokens: `[B, L]`.
+        cache: Its caches, or None.
+    """
+    out: Any = language_model(model)(tokens, cache=cache)
+    logits: mx.array = getattr(out, "logits", out)
+    return logits
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore afterwards what a model notes in itself (mlx-vlm's do so, of M-RoPE positions)."""
+    if host_of(model) is MLX_LM:
+        yield
+        return
+    parts = [(part, dict(part), dict(vars(part))) for _, part in model.named_modules()]
+    try:
+        yield
+    finally:
+        for part, items, attributes in parts:
+            for own, before in ((part, items), (vars(part), attributes)):
+                own.clear()
+                dict.update(own, before)  # a module's own `update` is another
+
+
+class _Watch(MetaPathFinder):
+    """Calls back when mlx-vlm has been imported."""
+
+    def __init__(self) -> None:
+        self.actions: list[Callable[[Host], None]] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != LAST_NEEDED:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = self._then_act(spec.loader.exec_module)  # type: ignore[assignment]
+        return spec
+
+    def _then_act(self, run: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            for host in hosts()[1:]:
+                for action in self.actions:
+                    action(host)
+
+        return exec_module
+
+
+_watch = _Watch()
+
+
+def for_each_host(action: Callable[[Host], None]) -> None:
+    """Do something for each library that is loaded, and for mlx-vlm when it is imported later."""
+    _watch.actions.append(action)
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+    for host in hosts():
+        action(host)
+
+
+def forget(action: Callable[[Host], None]) -> None:
+    """End `for_each_host`; unknown actions are ignored."""
+    if action in _watch.actions:
+        _watch.actions.remove(action)
+    if not _watch.actions and _watch in sys.meta_path:
+        sys.meta_path.remove(_watch)
