@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mlx_vlm.models import base, cache
 
-from mlx_h2o.hosts.attending import routed
 from mlx_h2o.hosts.host import Host
 
 MLX_VLM = Host(
@@ -12,5 +11,5 @@ MLX_VLM = Host(
     package="mlx_vlm",
     caches=cache,
     make_prompt_cache=cache.make_prompt_cache,
-    wraps=((base.scaled_dot_product_attention, routed),),
+    attention=base.scaled_dot_product_attention,
 )

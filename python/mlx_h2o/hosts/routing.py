@@ -14,15 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlx_h2o.hosts import loaded, own_attention
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_h2o.hosts import loaded, own_attention, trimming
+from mlx_h2o.hosts.attending import refusing, routed
 from mlx_h2o.hosts.host import Host
+from mlx_h2o.hosts.mlx_lm import MLX_LM
 from mlx_h2o.hosts.patching import replace_everywhere
 from mlx_h2o.hosts.tested_versions import warn_if_newer
 
 # Pairs of a function now in a library's place and the original one.
 _replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-# Methods that are wrapped, by class and name; the originals.
-_methods: dict[tuple[type, str], Callable[..., Any]] = {}
+# Methods of mlx-lm's LRU cache that are wrapped; the originals by name.
+_LRU_METHODS = ("fetch_nearest_cache", "insert_cache")
+_methods: dict[str, Callable[..., Any]] = {}
 
 
 def installed() -> bool:
@@ -39,14 +45,22 @@ def install() -> None:
 
 
 def _route(host: Host) -> None:
-    """Put wrappers in the place of a library's functions and methods."""
-    pairs = [(wrap(original), original) for original, wrap in host.wraps]
+    """Put wrappers in the place of a library's functions."""
+    wrapped: list[tuple[Any, Callable[[Any], Any]]] = [(host.attention, routed)]
+    if host is MLX_LM:
+        wrapped += [
+            (mlx_lm_cache.save_prompt_cache, refusing),
+            (mlx_lm_cache.trim_prompt_cache, trimming.trimming),
+            (mlx_lm_cache.can_trim_prompt_cache, trimming.asking),
+            (speculative_generate_step, trimming.speculating),
+        ]
+        for name in _LRU_METHODS:
+            _methods[name] = getattr(mlx_lm_cache.LRUPromptCache, name)
+            setattr(mlx_lm_cache.LRUPromptCache, name, trimming.by_any_number(_methods[name]))
+    pairs = [(wrap(original), original) for original, wrap in wrapped]
     _replaced.extend(pairs)
     for new, original in pairs:
         replace_everywhere(original, new)
-    for (owner, name), wrap in host.methods.items():
-        _methods[owner, name] = getattr(owner, name)
-        setattr(owner, name, wrap(_methods[owner, name]))
     own_attention.install(host.package)
 
 
@@ -56,6 +70,5 @@ def uninstall() -> None:
     while _replaced:
         replace_everywhere(*_replaced.pop())
     while _methods:
-        (owner, name), original = _methods.popitem()
-        setattr(owner, name, original)
+        setattr(mlx_lm_cache.LRUPromptCache, *_methods.popitem())
     own_attention.uninstall()
