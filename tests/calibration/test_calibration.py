@@ -116,6 +116,7 @@ def test_one_pass_orders_heads_as_the_exact_measure_does(embedded):
     assert np.corrcoef(*orders)[0, 1] > 0.6
 
 
+@pytest.mark.slow
 def test_quantized_projections_can_be_weighed():
     """4-bit models have no plain matrix W_o; the measure hardly moves."""
     from mlx import nn

@@ -286,6 +286,7 @@ def oldest_first(arrays: dict[str, mx.array], config: dict[str, Any]) -> dict[st
     }
 
 
+@pytest.mark.few(9)
 @over_both
 @pytest.mark.parametrize("name", SAVED)
 def test_a_cache_that_python_saved_goes_on(engine: Path, tmp_path: Path, name: str) -> None:
@@ -351,6 +352,7 @@ def changed_state(
     return arrays, json.dumps(config)
 
 
+@pytest.mark.few(8)
 @over_both
 @pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("rounds", [6, pytest.param(60, marks=pytest.mark.slow)])
@@ -368,6 +370,7 @@ def test_what_no_cache_saved_is_refused(
         succeed(engine / "tests" / "saved", "refuse", path)
 
 
+@pytest.mark.few(7)
 @over_both
 @pytest.mark.parametrize(
     "settings", ["", "{", "[]", "[" * 5000, '{"a": 1e}', "nul", '{"runs": NaN}', '"\\', "1 2"]
@@ -676,6 +679,7 @@ def copied(tmp_path: Path) -> Path:
     return Path(shutil.copytree(GOLDEN, tmp_path / "golden"))
 
 
+@pytest.mark.few(9)
 @over_both
 @pytest.mark.parametrize("group", PERTURBED)
 def test_a_perturbed_golden_vector_fails(engine: Path, copied: Path, group: str) -> None:

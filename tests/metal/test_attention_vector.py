@@ -55,7 +55,7 @@ def assert_attended(ours, expected, dtype):
     assert_close(ours.lse, lse, 1e-4, 1e-3)
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(9)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
@@ -71,7 +71,7 @@ def test_parity(dtype, shape, mask, sinks):
     assert_attended(metal.attend(q, k, v, **options), reference_attend(q, k, v, **options), dtype)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", ["one pass", "two passes"])
 @pytest.mark.parametrize("mask", [None, "causal", "additive"])
@@ -114,7 +114,7 @@ def test_keys_of_any_size_leave_the_remainder_finite():
     assert_close(ours.out, out, TOLERANCE[mx.float32])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("two_passes", [False, True])
 @pytest.mark.parametrize("mask", [None, "causal", "bool"])
@@ -168,7 +168,7 @@ def test_heads_of_different_lengths(monkeypatch, dtype, mask, two_passes):
         slot = end
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("blocks", [33, 64, 100])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4], SHAPES[5]], ids=str)
@@ -217,7 +217,7 @@ def test_any_strides():
     )
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("export", [EXPORT_NOTHING, EXPORT_LOGITS])
 @pytest.mark.parametrize(
     "shape",

@@ -51,6 +51,7 @@ def copied(slots):
     return SlotArrays(**{name: a.astype(vars(slots)[name].dtype) for name, a in arrays.items()})
 
 
+@pytest.mark.few(5)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("remembers", [False, True])
 @pytest.mark.parametrize("widths", [(64, 64), (96, 32), (576, 512)])
@@ -189,7 +190,7 @@ def launch_update(policy, plan, slots, logits, lse, written, means, victims):
     )
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(11)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("evict_every", [1, 5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

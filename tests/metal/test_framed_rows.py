@@ -40,7 +40,7 @@ def operands(shape, dtype):
     return q, *(PackedRows.of(x, 6, 32) for x in rows)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("two_passes", [False, True])
 @pytest.mark.parametrize("with_remainder", [False, True])

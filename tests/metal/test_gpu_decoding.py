@@ -86,7 +86,7 @@ def both(on_device, prompt, steps, sinks=None, policy="distinct", settings=None,
     return *caches, outs
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("policy", "settings"),
     [

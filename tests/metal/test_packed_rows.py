@@ -218,7 +218,7 @@ def test_any_strides():
     assert_attended(ours, reference_attend(q, k, v, scale=0.125), mx.float32)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("export", [EXPORT_NOTHING, EXPORT_LOGITS])
 @pytest.mark.parametrize("architecture", ["applegpu_g13g", "applegpu_g13d"])
@@ -267,7 +267,7 @@ APPENDS = covering(
 )
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", APPENDS, ids=case_name)
 def test_overwrite(case):

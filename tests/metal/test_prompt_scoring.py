@@ -59,7 +59,7 @@ def float32(call):
     }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("columns", ["slots", "sinks and seed"])
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "additive"])

@@ -82,7 +82,7 @@ def test_slots_that_a_short_prompt_leaves_unused_are_not_counted(model, prompt):
     assert plan.kv <= told <= plan.kv + pages
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("chunk", [pytest.param(64, marks=pytest.mark.slow), 512, 2048])
 @pytest.mark.parametrize(
     ("family", "window"), [("qwen3", 0), ("gemma3_text", 16), ("gemma3_text", 512), ("gpt_oss", 16)]
@@ -129,12 +129,12 @@ def test_memory_told_is_memory_held(model, store):
 
     stages = {
         "a prompt": lambda: read(model, cache, 200, 100),
-        "decoding": lambda: decode(model, cache, 20),
+        "decoding": lambda: decode(model, cache, 8),
         "growth": lambda: decode(model, cache, 60),
-        "a longer prompt": lambda: read(model, cache, 900, 100),
-        "decoding with evictions": lambda: decode(model, cache, 20),
+        "a longer prompt": lambda: read(model, cache, 600, 100),
+        "decoding with evictions": lambda: decode(model, cache, 8),
         "fewer slots": lambda: (resize(cache, 200), mx.eval([entry.state for entry in cache])),
-        "decoding in fewer": lambda: decode(model, cache, 20),
+        "decoding in fewer": lambda: decode(model, cache, 8),
         "more slots": lambda: (resize(cache, 500), read(model, cache, 400, 100)),
     }
     for name, stage in stages.items():
