@@ -225,6 +225,19 @@ def test_snapshots_go_first_then_conversations_shrink_then_the_oldest_go(model):
     assert (len(conversations), conversations.nbytes) == (0, 0)
 
 
+def test_a_prompt_stays_until_its_answer_is_kept(model):
+    """Where caches cannot take back an end token, the next turn goes on from the prompt."""
+    tokens = [prompt_tokens(70, seed=i) for i in range(3)]
+    conversations = Store(model)
+    for i, kind in enumerate(("turn", "turn", "prompt")):
+        cache = made(model)
+        read(model, cache, tokens[i])
+        conversations.put(tokens[i], cache, kind)
+    conversations.room(sum(pieces_of(cache).values()))
+    (entry,) = conversations.entries
+    assert (entry.kind, entry.shrunk) == ("prompt", False)
+
+
 def test_what_made_room_comes_back_from_its_file_as_it_was(model, tmp_path):
     tokens = prompt_tokens(80)
     conversations = Store(model, tmp_path)

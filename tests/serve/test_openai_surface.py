@@ -105,12 +105,13 @@ def test_logprobs_have_tokens_and_bytes(server):
 
 
 def test_other_endpoints_say_what_there_is(server):
-    for path in ("/v1/responses", "/v1/embeddings"):
+    names = {"/v1/messages": "Anthropic's API"}
+    for path in ("/v1/responses", "/v1/embeddings", *names):
         connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("POST", path, "{}")
         response = connection.getresponse()
         assert response.status == 404
-        assert path in json.loads(response.read())["error"]["message"]
+        assert names.get(path, path) in json.loads(response.read())["error"]["message"]
 
 
 # -- tool calls -----------------------------------------------------------------------------------

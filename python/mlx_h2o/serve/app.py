@@ -38,8 +38,11 @@ from mlx_h2o.serve.sessions import sync
 
 CHATS = ("/v1/chat/completions", "/chat/completions")
 TEXTS = ("/v1/completions",)
-#: What there is in the place of other endpoints of OpenAI's.
+#: What there is in the place of other endpoints, of OpenAI's API and of Anthropic's.
+ANTHROPIC = "Anthropic's API is not served: use OpenAI's, at /v1/chat/completions."
 INSTEAD = {
+    "/v1/messages": ANTHROPIC,
+    "/v1/messages/count_tokens": ANTHROPIC,
     "/v1/responses": "/v1/responses is not served: use /v1/chat/completions.",
     "/v1/embeddings": "/v1/embeddings is not served: this server's models write text.",
     "/v1/audio/speech": "Audio is not served: this server's models write text.",

@@ -73,8 +73,11 @@ class Conversation:
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether only a repeated question would need it."""
-        return self.kind == "prompt" or (self.kind == "turn" and self.passed)
+        """Whether only a repeated question would need it.
+
+        A prompt is needed until its answer is kept: the next turn may have to go on from it.
+        """
+        return self.passed and self.kind != "system"
 
 
 class Conversations:
@@ -265,7 +268,7 @@ class Conversations:
         entry = self._entries.get(place)
         if entry is None:
             return
-        entry.turns, entry.kind = (*entry.turns, turn)[-MAX_TURNS:], "turn"
+        entry.turns = (*entry.turns, turn)[-MAX_TURNS:]
         # A shrunk conversation's file still has everything from before.
         if self.sessions is not None and not (entry.shrunk and self.file_of(place)):
             try:
@@ -296,8 +299,11 @@ class Conversations:
         )
 
     def _shrink_one(self) -> bool:
-        """Shrink the longest unused conversation not shrunk yet; False if there is none."""
-        whole = [entry for entry in self._entries.values() if not entry.shrunk]
+        """Shrink the longest unused conversation not shrunk yet; False if there is none.
+
+        Prompts stay whole: the same question again would get another answer.
+        """
+        whole = [e for e in self._entries.values() if e.kind == "turn" and not e.shrunk]
         for entry in sorted(whole, key=lambda entry: entry.used):
             entry.shrunk = True
             try:
