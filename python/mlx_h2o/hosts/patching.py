@@ -12,7 +12,8 @@ def replace_everywhere(old: Any, new: Any) -> None:
     Modules imported later find `new` where they import it from. Our own modules keep `old`: they
     must still reach mlx-lm's function.
     """
-    for name, module in list(sys.modules.items()):
+    # A copy is one step of the interpreter: other threads may import meanwhile.
+    for name, module in sys.modules.copy().items():
         if name == "mlx_h2o" or name.startswith("mlx_h2o."):
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
