@@ -26,33 +26,91 @@ ROOMY, NARROW = 4096, 40
 # -- one conversation after another ---------------------------------------------------------------
 
 PROMPTS = [words(0, 9), words(0, 30), words(5, 30), words(200, 50)]
+#: Values of each field that a request may have, and how often it has one.
+FIELDS: dict[str, tuple[float, list[Any]]] = {
+    "stop": (0.3, [" the", ",", "a", " and ", ["e ", "no"]]),
+    "n": (0.15, [2, 3]),
+    "top_p": (0.1, [0, 0.9]),
+    "top_k": (0.1, [1, 20]),
+    "min_p": (0.1, [0.05]),
+    "logit_bias": (0.1, [{"5": 3, "40": -3}]),
+    "repetition_penalty": (0.1, [1.2]),
+    "presence_penalty": (0.1, [0.5]),
+    "frequency_penalty": (0.1, [0.5]),
+    "logprobs": (0.1, [True]),
+    "stream": (0.3, [True]),
+    "response_format": (0.05, [{"type": "json_object"}]),
+    "mlx_h2o": (
+        0.3,
+        [
+            {"pins": {"spans": [[0, 3]]}}, {"pins": {"texts": ["the"]}}, {"max_size": 64},
+            {"policy": "streaming"}, {"undo": 4}, {"bits": 8, "group_size": 32},
+        ],
+    ),
+}  # fmt: skip
 
 
-def request(drawn: random.Random) -> dict[str, Any]:
-    """One of few prompts, as a text or a chat, with a limit and perhaps a stop."""
-    prompt = drawn.choice(PROMPTS)
-    body: dict[str, Any] = {"max_tokens": drawn.choice([1, 6, 17]), "temperature": 0}
-    if drawn.random() < 0.4:
-        body["stop"] = drawn.choice([" the", ",", "a", " and "])
-    if drawn.random() < 0.5:
+def drawn_request(draw: random.Random) -> dict[str, Any]:
+    """One of few prompts, as a text or a chat, and some of the other fields."""
+    body: dict[str, Any] = {"max_tokens": draw.choice([1, 6, 17]), "temperature": 0}
+    if draw.random() < 0.25:
+        body |= {"temperature": 1.0, "seed": draw.randrange(3)}
+    for name, (share, values) in FIELDS.items():
+        if draw.random() < share:
+            body[name] = draw.choice(values)
+    prompt = draw.choice(PROMPTS)
+    if draw.random() < 0.5:
         return body | {"prompt": prompt}
-    system = [{"role": "system", "content": "Be brief."}] if drawn.random() < 0.4 else []
+    system = [{"role": "system", "content": "Be brief."}] if draw.random() < 0.4 else []
     return body | {"messages": [*system, {"role": "user", "content": prompt}]}
+
+
+def next_request(draw: random.Random, body: dict[str, Any], text: str) -> dict[str, Any]:
+    """A request that goes on from an answer: with the next turn, or with the same one."""
+    if "prompt" in body:
+        return body | {"prompt": body["prompt"] + text + draw.choice(["", " and", ", so"])}
+    messages = [*body["messages"], {"role": "assistant", "content": text}]
+    if body["messages"][-1]["role"] == "assistant":
+        last = body["messages"][-1]["content"] + text
+        messages = [*body["messages"][:-1], {"role": "assistant", "content": last}]
+    if text.strip() and draw.random() < 0.4:
+        return body | {"messages": messages, "continue_final_message": True}
+    body = {name: value for name, value in body.items() if name != "continue_final_message"}
+    return body | {"messages": [*messages, {"role": "user", "content": "And then?"}]}
 
 
 def path_of(body: dict[str, Any]) -> str:
     return "/v1/completions" if "prompt" in body else "/v1/chat/completions"
 
 
-def answer_of(server: Running, body: dict[str, Any]) -> tuple[str, str]:
+def answers_of(server: Running, body: dict[str, Any]) -> list[tuple[str, str]]:
+    """The texts of a request's answers, and why each ended."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", path_of(body), json.dumps(body))
     response = connection.getresponse()
-    told = json.loads(response.read())
-    assert response.status == 200, told
-    (choice,) = told["choices"]
-    text = choice["text"] if "prompt" in body else choice["message"]["content"]
-    return text, choice["finish_reason"]
+    data = response.read().decode()
+    connection.close()
+    assert response.status == 200, data
+    if not body.get("stream"):
+        choices = json.loads(data)["choices"]
+        return [(text_of(one, "message"), one["finish_reason"]) for one in choices]
+    answers = [("", "")] * body.get("n", 1)
+    for line in data.splitlines():
+        if line.startswith("data: {"):
+            for one in json.loads(line.removeprefix("data: "))["choices"]:
+                text, reason = answers[one["index"]]
+                text += text_of(one, "delta")
+                answers[one["index"]] = text, one["finish_reason"] or reason
+    return answers
+
+
+def text_of(choice: dict[str, Any], field: str) -> str:
+    return str(choice["text"] if "text" in choice else choice[field].get("content") or "")
+
+
+def answer_of(server: Running, body: dict[str, Any]) -> tuple[str, str]:
+    (answer,) = answers_of(server, body)
+    return answer
 
 
 def cut_off(server: Running, body: dict[str, Any]) -> None:
@@ -64,21 +122,30 @@ def cut_off(server: Running, body: dict[str, Any]) -> None:
 
 
 def same_answers(size: int, count: int, seed: int) -> None:
-    """Each answer of a server that has answered others is that of one that has just begun."""
-    drawn, expected = random.Random(seed), dict[str, Any]()
+    """Each answer of a server that has answered others is that of one that has just begun.
+
+    One that goes on from another answer is compared with a server that was asked for both alone.
+    """
+    draw, expected = random.Random(seed), dict[str, Any]()
     settings = {"max_size": size, "budgets": "uniform"}
+    turns, answers = list[dict[str, Any]](), list[tuple[str, str]]()
     with serving(defaults=settings) as server, serving(defaults=settings) as fresh:
         for _ in range(count):
-            body = request(drawn)
-            if drawn.random() < 0.25:
-                cut_off(server, body)
+            if draw.random() < 0.2:
+                cut_off(server, drawn_request(draw))
                 continue
-            key = json.dumps(body, sort_keys=True)
+            goes_on = turns and len(turns) < 4 and draw.random() < 0.4
+            if goes_on:
+                turns.append(next_request(draw, turns[-1], answers[0][0]))
+            else:
+                turns = [drawn_request(draw)]
+            key = json.dumps(turns, sort_keys=True)
             if key not in expected:
                 until(lambda: fresh.scheduler.ledger.running == 0)
                 fresh.scheduler.call(fresh.scheduler.conversations.clear).result()
-                expected[key] = answer_of(fresh, body)
-            assert answer_of(server, body) == expected[key], body
+                expected[key] = [answers_of(fresh, body) for body in turns][-1]
+            answers = answers_of(server, turns[-1])
+            assert answers == expected[key], json.dumps(turns, indent=1)
 
 
 @pytest.mark.parametrize("size", [ROOMY, NARROW])
