@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,14 +23,13 @@ from mlx_h2o.cli import main
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.recorder import one_budget_because
-from mlx_h2o.serve.memory import most_bytes
 from model_configs import VOCABULARY
 from model_coverage import (
     BOUNDED,
+    CONSTANT,
     PARTLY,
     ROOMY,
     SMALL,
-    bytes_of,
     check_memory,
     coverage_model,
     fed,
@@ -40,12 +38,11 @@ from model_coverage import (
     packs,
     row_of,
 )
+from served_models import YES, server
 from tiny_models import prompt_tokens
 
-YES, REFUSED, ONE_BUDGET = "yes", "refused", "one budget"
+REFUSED, ONE_BUDGET = "refused", "one budget"
 ONE_BY_ONE, NOT_STOCK = "one at a time", "nor mlx-lm's own"
-# Of the server, where it cannot tell beforehand what a conversation may take.
-UNTOLD, SERVED_CHUNK = "without --kv-memory", 25
 # Prompts of a batch: ragged, and beyond the budget.
 LENGTHS, DECODED, CHUNK = (40, 27), 6, 16
 # Rows in 8 bits of weights that are random move logits by a few hundredths, in the median of steps
@@ -84,31 +81,6 @@ def batches(model: nn.Module) -> str:
         return NOT_STOCK
     assert not wrong, f"{wrong}, and mlx-lm's own does not"
     return YES
-
-
-def server(model: nn.Module) -> str:
-    """What the server does with caches: copies and files go on alike, bytes stay below the most."""
-    cache = make_prompt_cache(model, max_size=SMALL)
-    most, told = None, UNTOLD
-    with suppress(ValueError):  # there is a layer whose bytes are not known beforehand
-        most, told = most_bytes(cache, model, SERVED_CHUNK), YES
-    tokens, held = prompt_tokens(60), 0
-    for _ in fed(model, cache, tokens[:45], [SERVED_CHUNK, 13, 7]):
-        held = max(held, sum(bytes_of(entry) for _, entry in entries(cache)))
-    copied = copy.deepcopy(cache)
-    with tempfile.TemporaryDirectory() as folder:
-        mlx_h2o.save_prompt_cache(Path(folder) / "cache", cache)
-        loaded = mlx_h2o.load_prompt_cache(Path(folder) / "cache")
-    rest = [
-        list(fed(model, each, tokens[45:], [5, 4, *[1] * 6])) for each in (cache, copied, loaded)
-    ]
-    for name, logits in (("copy", rest[1]), ("file", rest[2])):
-        for expected, got in zip(rest[0], logits, strict=True):
-            assert mx.array_equal(expected, got), f"what came from a {name} goes on otherwise"
-    held = max(held, sum(bytes_of(entry) for _, entry in entries(cache)))
-    if most is not None:
-        assert held <= most, f"{held} bytes are held, and at most {most} were told"
-    return told
 
 
 def profile(model: nn.Module) -> str:
@@ -204,20 +176,30 @@ def memory(model: nn.Module) -> str:
     return f"{row.memory} | {row.how}"
 
 
+def of_model(fill: Callable[[nn.Module], str]) -> Callable[[str], str]:
+    """The same function of the model's name."""
+    return lambda name: fill(coverage_model(name))
+
+
 #: The columns of docs/reference/models.md behind the model's name, with what fills them.
-COLUMNS: dict[str, Callable[[nn.Module], str]] = {
-    "memory | layers": memory,
-    "packed, keys scaled": packed,
-    "batches": batches,
+COLUMNS: dict[str, Callable[[str], str]] = {
+    "memory | layers": of_model(memory),
+    "packed, keys scaled": of_model(packed),
+    "batches": of_model(batches),
     "server": server,
-    "profile": profile,
+    "profile": of_model(profile),
 }
 
 
+def is_filled(column: str, memory: str) -> bool:
+    """Whether a column says something of a model: what is not bounded can at most be served."""
+    return memory in (BOUNDED, PARTLY) or (column == "server" and memory == CONSTANT)
+
+
 def line_of(name: str) -> str:
-    """A model's line of the table; where nothing was bounded the other columns are empty."""
-    model = coverage_model(name)
-    cells = [memory(model)]
-    bounded = cells[0].startswith((BOUNDED, PARTLY))
-    cells += [fill(model) if bounded else "" for fill in list(COLUMNS.values())[1:]]
+    """A model's line of the table."""
+    cells = [COLUMNS["memory | layers"](name)]
+    kind = cells[0].partition(" |")[0]
+    for column in list(COLUMNS)[1:]:
+        cells.append(COLUMNS[column](name) if is_filled(column, kind) else "")
     return f"| {name} | {' | '.join(cells)} |"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,8 @@ import openai
 from mlx_lm.generate import generate_step
 
 import mlx_h2o
+from mlx_h2o.hosts.refusals import NothingToBound
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.serve.answer import Detokenizer
 from mlx_h2o.serve.launch import ServerSettings, serve
@@ -42,7 +45,7 @@ class Running:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    @property
+    @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
@@ -97,7 +100,10 @@ def words(first: int, count: int) -> str:
 def alone(loaded: Any, prompt: str, tokens: int = 8, chunk: int = 512, **settings: Any) -> str:
     """What a prompt gets by itself."""
     model, tokenizer = loaded
-    cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
+    try:
+        cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
+    except NothingToBound:
+        cache = stock_caches(model)
     ids = tokenizer.encode(prompt)
     steps = generate_step(
         mx.array(ids), model, max_tokens=tokens, prompt_cache=cache, prefill_step_size=chunk

@@ -55,12 +55,13 @@ What else a bounded model does, run in the same way:
 nothing is evicted, and memory is bounded. *refused*: `bits` raises a ValueError, since the model \
 attends to keys that this library does not hand out.
 - **batches**: sequences of {first} and {second} tokens in one `BatchGenerator` give what each \
-gives alone, with evictions. *one at a time*: its caches have no `merge`, so mlx-lm's server and \
-ours take its sequences one after another. *nor mlx-lm's own*: batches with mlx-lm's own caches do \
-not give it either.
-- **server**: copies and files go on bit by bit as the cache that they were made of, and a \
-conversation takes no more bytes than `--kv-memory` reserves for it. *without --kv-memory*: the \
-same, but those bytes are not known beforehand.
+gives alone, with evictions. *one at a time*: its caches have no `merge`, so mlx-lm's server \
+takes its sequences one after another; ours computes them side by side, each by itself. *nor \
+mlx-lm's own*: batches with mlx-lm's own caches do not give it either.
+- **server**: a folder of the tiny model is served, and asked over HTTP (tests/served_models.py): \
+alone, four at once, with a seed and without, with a stop text, and with a next turn, also after a \
+restart. Answers are those that the model gives by itself, and `--kv-memory` is never exceeded. \
+*without --kv-memory*: the same, but a conversation's bytes are not known beforehand.
 - **profile**: `mlx_h2o calibrate` measures each head, its file is read again, and slots and bits \
 are shared out by it. *one budget*: `calibrate` refuses before it computes anything, since all \
 heads need the same number of slots there (keys made of the rows, or shared by layers).
@@ -80,7 +81,10 @@ def page_of(lines: Sequence[str]) -> str:
     rows = [cells_of(line) for line in lines]
     counts = Counter(row[1] for row in rows)
     growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED]
-    packed, batched, served, profiled = (sum(row[i] == YES for row in rows) for i in (3, 4, 5, 6))
+    bounded = [row for row in rows if row[1] == BOUNDED]
+    packed, batched, served, profiled = (
+        sum(row[i] == YES for row in bounded) for i in (3, 4, 5, 6)
+    )
     columns = " | ".join(COLUMNS)
     head = HEAD.format(
         small=SMALL,

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from model_configs import OLD_NAMES
 from model_coverage import BOUNDED, NOT_RUN, PARTLY, REFUSED, coverage_model, model_names
-from model_matrix import COLUMNS, NOT_STOCK, YES, memory
+from model_matrix import COLUMNS, NOT_STOCK, YES, is_filled
 
 TEXT = (Path(__file__).parents[2] / "docs/reference/models.md").read_text(encoding="utf-8")
 # One of each kind, in every run.
@@ -26,6 +25,9 @@ SAMPLE = {
     "iquestloopcoder": "a second pass over shared keys",
     "longcat_flash": "MLA, two caches a layer",
     "llama4": "chunks",
+    "deepseek_v3": "MLA",
+    "kimi_linear": "MLA and states",
+    "gemma3": "sliding windows",
     "qwen2": "a list of blocks made anew at every look",
     "qwen3_vl": "a wrapper",
     "mamba": "of fixed size",
@@ -40,7 +42,6 @@ def documented() -> dict[str, list[str]]:
 
 
 ROWS = documented()
-BOUNDED_ROWS = [name for name in sorted(ROWS) if ROWS[name][0] in (BOUNDED, PARTLY)]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
@@ -64,27 +65,36 @@ def require_as_documented(name: str, column: str, documented: str, now: str) -> 
     )
 
 
-def model_of(name: str) -> nn.Module:
-    """The tiny model, where this mlx-lm has it."""
+def fill(column: str, name: str) -> str:
+    """A cell as it is now, where this mlx-lm has the model."""
     if name not in model_names():
         pytest.skip(f"mlx-lm {version('mlx-lm')} has no {name}")
-    return coverage_model(name)
+    return COLUMNS[column](name)
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", cases(sorted(ROWS)))
 def test_a_model_does_what_the_page_says(name):
-    model = model_of(name)
     if ROWS[name][0] == NOT_RUN and mx.metal.is_available():
         pytest.skip(f"docs/reference/models.md was written where {name} does not run")
-    require_as_documented(name, "memory | layers", " | ".join(ROWS[name][:2]), memory(model))
+    column = "memory | layers"
+    require_as_documented(name, column, " | ".join(ROWS[name][:2]), fill(column, name))
 
 
-@pytest.mark.parametrize("column", list(COLUMNS)[1:])
-@pytest.mark.parametrize("name", cases(BOUNDED_ROWS))
+def cells() -> list[Any]:
+    """Each filled cell behind the first column, those of no sample slow."""
+    return [
+        pytest.param(name, column, marks=() if name in SAMPLE else pytest.mark.slow)
+        for name in sorted(ROWS)
+        for column in list(COLUMNS)[1:]
+        if is_filled(column, ROWS[name][0])
+    ]
+
+
+@pytest.mark.parametrize(("name", "column"), cells())
 def test_a_bounded_model_does_the_rest_that_the_page_says(name, column):
     place = " | ".join(COLUMNS).split(" | ").index(column)
-    now = COLUMNS[column](model_of(name))
+    now = fill(column, name)
     here = version("mlx-lm")
     if now == NOT_STOCK != ROWS[name][place] and f"Written with mlx-lm {here};" not in TEXT:
         pytest.skip(f"batches of {name} with mlx-lm {here}'s own caches are wrong, too")
