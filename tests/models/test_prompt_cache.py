@@ -950,3 +950,18 @@ def test_a_file_holds_used_slots_only(mode, tmp_path):
     for count in (1, 1, 300):
         assert mx.array_equal(layer.feed(loaded, count), layer.feed(cache, count))
     assert same(loaded, cache)
+
+
+def test_a_file_belongs_to_the_weights_it_was_made_with(tmp_path):
+    """Another model of the same shape would go on from rows that mean nothing to it."""
+    model, other, file = tiny_model("llama"), tiny_model("llama", seed=1), tmp_path / "cache"
+    cache = make_prompt_cache(model, 32)
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=cache))
+    mlx_h2o.save_prompt_cache(file, cache, {"note": "a"}, model=model)
+    loaded, metadata = mlx_h2o.load_prompt_cache(file, True, model=model)
+    assert (loaded[0].offset, metadata["note"]) == (3, "a")
+    with pytest.raises(ValueError, match="other weights"):
+        mlx_h2o.load_prompt_cache(file, model=other)
+    assert mlx_h2o.load_prompt_cache(file)[0].offset == 3
+    mlx_h2o.save_prompt_cache(file, cache)  # it says nothing of its model
+    assert mlx_h2o.load_prompt_cache(file, model=other)[0].offset == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -22,9 +23,12 @@ from mlx_h2o.hosts.host import Host
 from mlx_h2o.hosts.loaded import hosts, is_cache, library_of
 from mlx_h2o.hosts.mlx_lm import MLX_LM
 from mlx_h2o.layer import saved_state
+from mlx_h2o.loading.fingerprint import fingerprint
 
 FILE_FORMAT = "mlx-h2o prompt cache"
 FILE_VERSION = "1"
+#: The metadata's name of a model's digest.
+WEIGHTS = "weights"
 
 # Exceptions from reading damaged settings.
 _DAMAGE = (
@@ -34,7 +38,11 @@ _DAMAGE = (
 
 
 def save_prompt_cache(
-    file_name: str | Path, cache: list[Any], metadata: dict[str, str] | None = None
+    file_name: str | Path,
+    cache: list[Any],
+    metadata: dict[str, str] | None = None,
+    *,
+    model: nn.Module | None = None,
 ) -> None:
     """Write a prompt cache, evicted or not, with positions, scores, policy and remainder.
 
@@ -42,6 +50,8 @@ def save_prompt_cache(
         file_name: The file to write, of any name; an existing file is replaced once all is written.
         cache: From `make_prompt_cache`, possibly with mlx-lm's own caches in it.
         metadata: Strings to keep with it.
+        model: The cache's model. A digest of its weights and configuration is kept with the
+            metadata, so that `load_prompt_cache(model=)` refuses the file for any other.
 
     Raises:
         ValueError: The cache has an entry that cannot be saved.
@@ -49,10 +59,11 @@ def save_prompt_cache(
     """
     arrays: dict[str, mx.array] = {}
     saved = [_saved(entry, f"{i}", arrays) for i, entry in enumerate(cache)]
+    about = {} if model is None else {WEIGHTS: fingerprint(model)}
     header = {
         "format": FILE_FORMAT,
         "version": FILE_VERSION,
-        "metadata": json.dumps(metadata or {}),
+        "metadata": json.dumps({**(metadata or {}), **about}),
         "entries": json.dumps(saved),
     }
     header["digest"] = _digest(arrays, header)
@@ -77,30 +88,35 @@ def require_savable(cache: Sequence[Any]) -> None:
 
 @overload
 def load_prompt_cache(
-    file_name: str | Path, return_metadata: Literal[False] = False
+    file_name: str | Path,
+    return_metadata: Literal[False] = False,
+    *,
+    model: nn.Module | None = None,
 ) -> list[Any]: ...
 
 
 @overload
 def load_prompt_cache(
-    file_name: str | Path, return_metadata: Literal[True]
+    file_name: str | Path, return_metadata: Literal[True], *, model: nn.Module | None = None
 ) -> tuple[list[Any], dict[str, str]]: ...
 
 
 def load_prompt_cache(
-    file_name: str | Path, return_metadata: bool = False
+    file_name: str | Path, return_metadata: bool = False, *, model: nn.Module | None = None
 ) -> list[Any] | tuple[list[Any], dict[str, str]]:
     """Read a file of `save_prompt_cache`.
 
     Args:
         file_name: The file.
         return_metadata: Whether to return what was saved beside the cache too.
+        model: The model that goes on from it.
 
     Returns:
         The cache of a model; with `return_metadata` a pair of it and the metadata.
 
     Raises:
-        ValueError: The file is missing, truncated, foreign, changed, or of another version.
+        ValueError: The file is missing, truncated, foreign, changed, of another version, or of
+            another model than `model`.
     """
     try:
         check_header(file_name)
@@ -129,6 +145,8 @@ def load_prompt_cache(
         metadata = dict(json.loads(header["metadata"]))
     except _DAMAGE as error:
         raise ValueError(f"{file_name} is damaged: {error}") from error
+    if model is not None and metadata.get(WEIGHTS) not in (None, fingerprint(model)):
+        raise ValueError(f"{file_name} is of a model with other weights or another configuration.")
     return (cache, metadata) if return_metadata else cache
 
 

@@ -282,9 +282,7 @@ def option_given(args: argparse.Namespace, option: str) -> bool:
 def named_options(args: argparse.Namespace) -> dict[str, str]:
     """The options that affect figures, with defaults written out."""
     printed = ("json", "markdown", "anew")
-    # The caches' own descriptions say whether a model without a profile is measured. Files of rows
-    # change no figure.
-    apart = ("command", "run", "settings", "size_option", "profile", "spill", *printed)
+    apart = ("command", "run", "settings", "size_option", *printed)
     named = {name: value for name, value in vars(args).items() if name not in apart}
     if "model" in named:
         named["model"] = named["model"] or DEFAULT_MODEL
