@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import mlx_h2o
-from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
+from mlx_h2o.loading.load import EMBEDDED_MODEL, MODELS, SAMPLE_TEXT
 from research.returning import Asked, those_known
 
 ROOT = Path(__file__).parents[2]
 TEXT = str(SAMPLE_TEXT)
-PROFILE = str(Path(mlx_h2o.__file__).parent / "models" / "recall-4m" / "mlx_h2o_profile.json")
+PROFILE = str(MODELS / "recall-4m" / "mlx_h2o_profile.json")
 MODEL = ("--model", EMBEDDED_MODEL)
 PAIR = ("--tokens", "96", "--samples", "2")
 
