@@ -546,6 +546,25 @@ def test_an_answer_that_was_cut_is_continued_and_another_is_given(browser, serve
 
 
 @pytest.mark.slow
+def test_what_is_refused_keeps_the_answer_and_its_buttons(browser, server):
+    page = browser.new_page()
+    page.goto(server.url)
+    say(page, words(720, 20))
+    body, more = page.locator("#said .assistant .body"), page.locator("#said .more button")
+    answer, problem = body.inner_text(), page.locator("#problem")
+    for name in ("Continue", "Another answer"):
+        page.locator("#warmth").evaluate("box => box.value = -1")
+        more.filter(has_text=name).click()
+        expect(problem).to_contain_text("temperature")
+        expect(more).to_have_text(["Continue", "Copy", "Another answer"])
+        assert body.inner_text() == page.evaluate("messages.at(-1).content") == answer
+    page.locator("#warmth").evaluate("box => box.value = ''")
+    more.filter(has_text="Continue").click()
+    expect(problem).to_be_empty()
+    page.close()
+
+
+@pytest.mark.slow
 def test_conversations_of_other_clients_are_shown(browser, server):
     with opened(browser, server) as page:
         say(page, words(0, 20))
