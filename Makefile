@@ -35,7 +35,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 LOGS := build/logs
 # What `make test` leaves to `make test-all`: tests marked slow, and of the kernels' cases all but every
-# fifth.
+# seventh.
 QUICK := MLX_H2O_STEP=7 MLX_H2O_EXAMPLES=20
 QUICK_PYTEST := $(QUICK) $(BIN)/pytest -m "not slow"
 # What the other targets run has no place in test-python.
@@ -141,7 +141,7 @@ test-swift: swift-lint swift-tests
 	    MLX_H2O_VERIFY=never \
 	    $(ON_HOST_GPU) $(SWIFT_TEST) --skip-build --filter LaunchTests || exit 1; done
 
-# The package's own tests, with every fifth golden vector.
+# The package's own tests, with every seventh golden vector.
 quick-swift: $(VENV)/.installed
 	$(if $(HAS_SWIFT),$(QUICK) $(MAKE) swift-lint swift-package)
 
@@ -150,6 +150,7 @@ swift-lint: $(VENV)/.installed
 	swift-format lint --strict --parallel --recursive $(SWIFT_SOURCES)
 	MLX_H2O_PACKAGES=apple swift package dump-package | $(BIN)/python tools/check_swift_manifest.py
 	$(BIN)/python tools/unused_stand_ins.py
+	$(BIN)/python tools/check_docc.py
 
 swift-package: mlx_c
 	$(SWIFT_TEST)

@@ -18,13 +18,10 @@ let mlx: [Target.Dependency] = [
     .product(name: "MLXLLM", package: isLinux ? "Linux" : "mlx-swift-lm"),
 ]
 
-// What Apple's systems have.
-let system: [Target.Dependency] =
-    isLinux
-    ? [
-        .product(name: "CryptoKit", package: "Linux"),
-        .product(name: "DispatchMemoryPressure", package: "Linux"),
-    ] : []
+// What Apple's systems have: of the library, and of its tests.
+let pressure: [Target.Dependency] =
+    isLinux ? [.product(name: "DispatchMemoryPressure", package: "Linux")] : []
+let system = pressure + (isLinux ? [.product(name: "CryptoKit", package: "Linux")] : [])
 
 let package = Package(
     name: "mlx-h2o",
@@ -59,8 +56,9 @@ let package = Package(
             ]),
         .target(
             name: "MLXH2O",
-            dependencies: ["CMLXH2O"] + mlx + system,
+            dependencies: ["CMLXH2O"] + mlx + pressure,
             path: "swift/Sources/MLXH2O",
+            resources: [.copy("PrivacyInfo.xcprivacy")],
             swiftSettings: isLinux ? [.define("STAND_INS")] : []),
         // What a device says of the kernels: for a test that an iPhone runs, and for a screen of an app.
         .target(

@@ -20,7 +20,8 @@ int main(void) {
     const int tokens = step ? 1 : 300;  // a prompt, then token by token; RoPE at the cache's offset
     mlx_array q = made(8, tokens, s), k = made(2, tokens, s), v = made(2, tokens, s);
     mlx_array out = mlx_array_new(), sinks = mlx_array_new();
-    failed = mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.125f, sinks, s);
+    failed =
+        mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.125f, "causal", sinks, sinks, s);
     mlx_array_eval(out);
     mlx_array_free(q), mlx_array_free(k), mlx_array_free(v), mlx_array_free(out);
   }

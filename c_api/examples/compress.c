@@ -67,8 +67,8 @@ int main(void) {
   TRY(mlx_h2o_evictable(&evictable, positions, PROMPT, 4, recent, s));
   mlx_array mass = window_mass(q, k, v, scale, s);
 
-  const mlx_h2o_slots slots = {k, v, positions, scores, evictable, mean, PROMPT, 0};
-  TRY(mlx_h2o_compress_prompt(&kept, policy, slots, mass, KEPT, s));
+  const mlx_h2o_slots slots = {sizeof slots, k, v, positions, scores, evictable, mean, PROMPT, 0};
+  TRY(mlx_h2o_compress_prompt(&kept, policy, &slots, mass, KEPT, s));
   TRY(mlx_array_eval(kept));
   const int32_t* rows = mlx_array_data_int32(kept);
   for (int head = 0; head < KV_HEADS; ++head) {

@@ -28,7 +28,8 @@ static mlx_array drawn(int heads, int tokens, mlx_stream s) {
 static void attend(mlx_h2o_cache cache, int tokens, mlx_stream s) {
   mlx_array q = drawn(QUERY_HEADS, tokens, s), k = drawn(KV_HEADS, tokens, s);
   mlx_array v = drawn(KV_HEADS, tokens, s), out = mlx_array_new(), no_sinks = mlx_array_new();
-  TRY(mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.125f, no_sinks, s));
+  TRY(mlx_h2o_cache_update_and_attend(
+      &out, cache, q, k, v, 0.125f, "causal", no_sinks, no_sinks, s));
   TRY(mlx_array_eval(out));
   mlx_array_free(q);
   mlx_array_free(k);

@@ -64,7 +64,8 @@ typedef enum mlx_h2o_error_ {
   MLX_H2O_ERROR_STATE = 3,     // not of this cache, or not now: no token yet, too many to take back
   MLX_H2O_ERROR_SAVED = 4,     // arrays and settings that are no saved cache
   MLX_H2O_ERROR_PROGRAM = 5,   // a function of the program's own (evaluator, policy) failed
-  MLX_H2O_ERROR_INTERNAL = 6   // MLX failed, or memory ran out
+  MLX_H2O_ERROR_INTERNAL = 6,  // MLX failed, or memory ran out
+  MLX_H2O_ERROR_FILE = 7       // a file that cannot be read or written
 } mlx_h2o_error;
 
 // Of the same call as mlx_h2o_last_error.
@@ -162,33 +163,6 @@ MLX_H2O_API int mlx_h2o_policy_named(mlx_h2o_policy* res, const char* name);
 // "64") a count, ("unit", "layer"), ("age_normalised", "true"), ("evict_every", "4") ... A cache
 // keeps the settings it was made with.
 MLX_H2O_API int mlx_h2o_policy_set(mlx_h2o_policy policy, const char* setting, const char* value);
-// The same of numbers and truth values. "recent" is a count as an int, a share as a double; a
-// setting that is a double takes an int as well.
-MLX_H2O_API int mlx_h2o_policy_set_int(mlx_h2o_policy policy, const char* setting, int value);
-MLX_H2O_API int mlx_h2o_policy_set_double(mlx_h2o_policy policy, const char* setting, double value);
-MLX_H2O_API int mlx_h2o_policy_set_bool(mlx_h2o_policy policy, const char* setting, bool value);
-
-// Its name (of a preset: that of the policy); the policy's, as long as that is not changed.
-MLX_H2O_API int mlx_h2o_policy_name(const char** res, const mlx_h2o_policy policy);
-
-// A setting's value, of which one field counts.
-typedef enum mlx_h2o_kind_ { MLX_H2O_INT, MLX_H2O_DOUBLE, MLX_H2O_BOOL, MLX_H2O_TEXT } mlx_h2o_kind;
-typedef struct mlx_h2o_setting_ {
-  const char* name;
-  mlx_h2o_kind kind;
-  int as_int;
-  double as_double;
-  bool as_bool;
-  const char* as_text;  // not to be freed
-} mlx_h2o_setting;
-
-// How many settings a policy has, and each of them, from 0 on.
-MLX_H2O_API int mlx_h2o_policy_setting_count(size_t* res, const mlx_h2o_policy policy);
-MLX_H2O_API int mlx_h2o_policy_setting(
-    mlx_h2o_setting* res, const mlx_h2o_policy policy, size_t index);
-
-// Whether it must see attention; one that looks at keys only accumulates no scores.
-MLX_H2O_API int mlx_h2o_policy_needs_attention(bool* res, const mlx_h2o_policy policy);
 
 // How many of the last positions a head of `budget` slots protects.
 MLX_H2O_API int mlx_h2o_policy_recent_slots(int* res, const mlx_h2o_policy policy, int budget);
@@ -201,6 +175,7 @@ MLX_H2O_API int mlx_h2o_accumulate(
 
 // Slots as a policy sees them. Handles are borrowed.
 typedef struct mlx_h2o_slots_ {
+  size_t size;                 // of this struct
   mlx_array keys;              // [B, Hk, N, D] floating
   mlx_array values;            // [B, Hk, N, Dv] floating
   mlx_array positions;         // [B, Hk, N] int32, logical, all different within a head
@@ -211,8 +186,9 @@ typedef struct mlx_h2o_slots_ {
   int evicted;                 // tokens that each head has lost
 } mlx_h2o_slots;
 
-// What one call of the attention told about N slots. Handles are borrowed.
+// What one call of the attention tells about N slots. Handles are borrowed.
 typedef struct mlx_h2o_observation_ {
+  size_t size;           // of this struct, as the library knows it
   mlx_array logits;      // [B, Hq, L, N], minus infinity where masked
   mlx_array lse;         // [B, Hq, L], of every column that answered
   mlx_array mass;        // [B, Hk, N], the attention that each slot received of all L queries
@@ -223,23 +199,24 @@ typedef struct mlx_h2o_observation_ {
 // handle, with an array [B, Hk, N] float32, and return 0, or another number if they could not. They
 // build lazy arrays on the stream that they are given, and must not use the cache.
 typedef struct mlx_h2o_policy_functions_ {
-  size_t size;           // of this struct
+  size_t size;           // of this struct; functions behind its end are NULL
   bool needs_attention;  // whether there are scores; without, it can serve in any model
   void* context;         // handed to the functions
   // Scores after an observation, of those before it. NULL: the mass is summed.
   int (*accumulate)(
-      void* context, mlx_array* res, const mlx_array scores, const mlx_h2o_observation seen,
+      void* context, mlx_array* res, const mlx_array scores, const mlx_h2o_observation* seen,
       const mlx_stream s);
   // What each slot is worth keeping; the lowest goes first.
-  int (*priority)(void* context, mlx_array* res, const mlx_h2o_slots slots, const mlx_stream s);
+  int (*priority)(void* context, mlx_array* res, const mlx_h2o_slots* slots, const mlx_stream s);
   // Called once, when no policy and no cache has the context any longer. NULL: nothing is done. Not
   // called where mlx_h2o_policy_own fails.
   void (*destroy)(void* context);
 } mlx_h2o_policy_functions;
 
 // Makes one. It has the settings that all policies have ("recent" 0.5, ...). Its steps go operation
-// by operation. Where a function fails in a step the call fails (MLX_H2O_ERROR_PROGRAM), and the
-// cache, of which the step has changed a part, takes no more tokens.
+// by operation. Where a function fails the call fails (MLX_H2O_ERROR_PROGRAM), and the cache, of
+// which a part was changed, can only be freed: every other call fails (MLX_H2O_ERROR_STATE). The
+// name, which files say, may not be one of the library's (MLX_H2O_ERROR_SETTINGS).
 MLX_H2O_API int mlx_h2o_policy_own(
     mlx_h2o_policy* res, const char* name, const mlx_h2o_policy_functions* functions);
 
@@ -252,7 +229,7 @@ MLX_H2O_API int mlx_h2o_evictable(
 // order of position. window_mass [B, Hk, N] is the mass that its last queries gave
 // (mlx_h2o_attention_with_mass of those); empty where the policy's prompt is "full".
 MLX_H2O_API int mlx_h2o_compress_prompt(
-    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots,
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots* slots,
     const mlx_array window_mass, int count, const mlx_stream s);
 
 // -- a layer's cache ------------------------------------------------------------------------------
@@ -265,7 +242,8 @@ typedef struct mlx_h2o_cache_ {
 // A plain RoPE: the first `dims` channels of a key are turned in pairs, by scale * base^(-2i /
 // dims) a position. A pair's channels are neighbours (traditional) or dims / 2 apart.
 typedef struct mlx_h2o_rope_ {
-  int dims;  // even
+  size_t size;  // of this struct
+  int dims;     // even
   float base, scale;
   bool traditional;
 } mlx_h2o_rope;
@@ -290,8 +268,8 @@ typedef struct mlx_h2o_cache_options_ {
   // Slots that follow as the conversation grows, n_stages rows [n_stages, 1 + n_kv_heads] of a
   // number of tokens, above the one before, and the slots of each KV head once more tokens than
   // that have come. So a short conversation can keep all its tokens in every head, until the memory
-  // is full and slots are shared out by need. NULL: none. Copied (attending only, and without
-  // undo).
+  // is full and slots are shared out by need. Steps before a stage cannot be taken back any more:
+  // with undo it begins between drafts. NULL: none. Copied (attending only).
   const int* filling;
   size_t n_stages;
   bool kernels;  // whether kernels compute for this cache where there are some
@@ -325,43 +303,37 @@ MLX_H2O_API int mlx_h2o_cache_make(
 // What it was made with, as far as that has not changed since (filling: the stages to come).
 // res->size is given. Pointers and arrays are the cache's, until it is changed or freed.
 MLX_H2O_API int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache);
-// A copy of its policy.
-MLX_H2O_API int mlx_h2o_cache_policy(mlx_h2o_policy* res, const mlx_h2o_cache cache);
-// Its KV heads, and the slots of each, [n_kv_heads], as they are now.
-MLX_H2O_API int mlx_h2o_cache_n_kv_heads(size_t* res, const mlx_h2o_cache cache);
-MLX_H2O_API int mlx_h2o_cache_budgets(int* res, size_t n_kv_heads, const mlx_h2o_cache cache);
-// Its pins: how many spans, and these, [n_spans, 2], in order.
-MLX_H2O_API int mlx_h2o_cache_pin_count(size_t* res, const mlx_h2o_cache cache);
-MLX_H2O_API int mlx_h2o_cache_pins(int* res, size_t n_spans, const mlx_h2o_cache cache);
+// The slots of each KV head, [n_kv_heads], as they are now. n_kv_heads is the number of places in
+// res; where res is NULL, it becomes the number of heads.
+MLX_H2O_API int mlx_h2o_cache_budgets(int* res, size_t* n_kv_heads, const mlx_h2o_cache cache);
+// Its pins, [n_spans, 2], in order, with n_spans as above.
+MLX_H2O_API int mlx_h2o_cache_pins(int* res, size_t* n_spans, const mlx_h2o_cache cache);
 
 // What its rows are like; others are refused.
 typedef struct mlx_h2o_row_types_ {
+  size_t size;  // of this struct, as the program knows it
   int batch, n_kv_heads, key_width, value_width;
   mlx_dtype key_dtype, value_dtype;  // before they are packed
 } mlx_h2o_row_types;
-// An error before the first rows.
+// An error before the first rows. res->size is given.
 MLX_H2O_API int mlx_h2o_cache_row_types(mlx_h2o_row_types* res, const mlx_h2o_cache cache);
 
 // Whether kernels compute for it from now on, as options.kernels.
 MLX_H2O_API int mlx_h2o_cache_use_kernels(mlx_h2o_cache cache, bool use);
 
-// One call of a layer's attention: takes new rows in, attends (causally) to all that is held and,
-// through the remainder, to what was evicted, and chooses what to forget.
+// One call of a layer's attention: takes new rows in, attends to all that is held and, through the
+// remainder, to what was evicted, and chooses what to forget.
 //
 // q [B, Hq, L, D], keys [B, Hk, L, D] with RoPE applied at mlx_h2o_cache_offset, values
 // [B, Hk, L, Dv], floating; sinks [Hq] floating, or empty. L > 1 is a prompt chunk, L = 1 a decode
 // step; with options.undo, 1 < L <= undo + 1 tokens are L decode steps, so that a draft is verified
 // as plain decoding would have gone. out [B, Hq, L, Dv] in q's dtype.
+//
+// mask_mode is "causal", "" (every query sees all rows) or "array": mask_arr is boolean (true is
+// visible) or floating (added; the dtype's lowest number hides), and broadcasts to [B, Hq, L, M]:
+// the last L of its M columns are for the new rows, and what was held before is always visible; one
+// column alone is for all rows. With an array no step is fused.
 MLX_H2O_API int mlx_h2o_cache_update_and_attend(
-    mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
-    const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s);
-
-// The same with a mask. mask_mode is "causal" (as above), "" (every query sees all rows) or
-// "array": mask_arr is boolean (true is visible) or floating (added; the dtype's lowest number
-// hides), and broadcasts to [B, Hq, L, M]: the last L of its M columns are for the new rows, and
-// what was held before is always visible; one column alone is for all rows. With an array no step
-// is fused.
-MLX_H2O_API int mlx_h2o_cache_update_and_attend_masked(
     mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
     const mlx_array values, float scale, const char* mask_mode, const mlx_array mask_arr,
     const mlx_array sinks, const mlx_stream s);
@@ -414,14 +386,11 @@ MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream 
 // cache that it replaces.
 MLX_H2O_API int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, const mlx_stream s);
 
-// Gives each KV head other slots; what no longer fits goes into the remainder. Slots that were to
-// follow (options.filling) do not, and steps before this cannot be taken back any more. An error,
-// and nothing is changed, for slots that mlx_h2o_cache_make refuses, or without room for the pins.
+// Gives each KV head other slots, and slots that follow from there, as options.filling (NULL and 0:
+// none). What no longer fits goes into the remainder, and steps before this cannot be taken back
+// any more. An error, and nothing is changed, for slots that mlx_h2o_cache_make refuses, or without
+// room for the pins.
 MLX_H2O_API int mlx_h2o_cache_resize(
-    mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const mlx_stream s);
-
-// The same with slots that follow from there, as options.filling: NULL and 0 for none.
-MLX_H2O_API int mlx_h2o_cache_resize_filling(
     mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const int* filling, size_t n_stages,
     const mlx_stream s);
 
@@ -433,10 +402,9 @@ MLX_H2O_API int mlx_h2o_cache_resize_filling(
 // for the pins gets slots of the others; an error, and nothing is changed, if all have too few.
 MLX_H2O_API int mlx_h2o_cache_pin(
     int* res_missing, mlx_h2o_cache cache, const int* spans, size_t n_spans, const mlx_stream s);
-// At which positions the last mlx_h2o_cache_pin found that some head had lost its token: how many
-// spans, and these, [n_spans, 2], in order.
-MLX_H2O_API int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache);
-MLX_H2O_API int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache);
+// At which positions the last mlx_h2o_cache_pin found that some head had lost its token,
+// [n_spans, 2], in order, with n_spans as of mlx_h2o_cache_pins.
+MLX_H2O_API int mlx_h2o_cache_missing(int* res, size_t* n_spans, const mlx_h2o_cache cache);
 // Lets all pinned tokens go as any others.
 MLX_H2O_API int mlx_h2o_cache_unpin(mlx_h2o_cache cache, const mlx_stream s);
 
@@ -455,15 +423,38 @@ MLX_H2O_API int mlx_h2o_cache_arrays(
 // A cache that holds what was saved. res: an empty handle, or a cache that it replaces. An error
 // (MLX_H2O_ERROR_SAVED) for anything that no cache can have saved, whatever it is: all names,
 // shapes, dtypes, numbers and indices are checked, the latter evaluated; for kinds of caches that
-// only Python has; and for a cache that had seen no rows and does not say its slots.
+// only Python has; and for a cache that had seen no rows and does not say its slots. policy: an
+// empty handle, or a policy of the program's own where the cache was saved with one of that name.
 MLX_H2O_API int mlx_h2o_cache_restore(
-    mlx_h2o_cache* res, const mlx_map_string_to_array arrays, const char* settings,
-    const mlx_stream s);
-// The same with a policy in the place of the saved one, whose name it must have: one of a program's
-// own, which the settings cannot hold.
-MLX_H2O_API int mlx_h2o_cache_restore_own(
     mlx_h2o_cache* res, const mlx_h2o_policy policy, const mlx_map_string_to_array arrays,
     const char* settings, const mlx_stream s);
+
+// Writes the caches of a model's layers into a prompt-cache file, which Python's load_prompt_cache
+// and Swift's loadCaches read too. It is written beside the file of that name, which it replaces
+// once all is on disk: where that fails (MLX_H2O_ERROR_FILE) the old file stays. metadata: texts to
+// keep with them, or an empty handle.
+MLX_H2O_API int mlx_h2o_save_prompt_cache(
+    const char* file, const mlx_h2o_cache* caches, size_t n_caches,
+    const mlx_map_string_to_string metadata, const mlx_stream s);
+// The caches of such a file, in order. res [n_caches]: empty handles, or caches that are replaced.
+// res_metadata: NULL, or the texts that were kept. policy: as of mlx_h2o_cache_restore. An error,
+// and nothing is changed, for a file that cannot be read (MLX_H2O_ERROR_FILE) and for one that is
+// truncated, was changed since (it has a SHA-256 of all its parts), is foreign or of another
+// version, holds another number of caches, or such as only Python and Swift have
+// (MLX_H2O_ERROR_SAVED).
+MLX_H2O_API int mlx_h2o_load_prompt_cache(
+    mlx_h2o_cache* res, size_t n_caches, mlx_map_string_to_string* res_metadata, const char* file,
+    const mlx_h2o_policy policy, const mlx_stream s);
+
+// The parts of such a file, for a program that has other caches beside these: arrays
+// "<i>.<name>" of the i-th cache, and as `entries` a JSON list of one object for each, of these
+// caches {"class": "H2OKVCache", "config": what mlx_h2o_cache_arrays gives}. Checked as above.
+MLX_H2O_API int mlx_h2o_write_prompt_cache(
+    const char* file, const mlx_map_string_to_array arrays, const char* entries,
+    const mlx_map_string_to_string metadata, const mlx_stream s);
+MLX_H2O_API int mlx_h2o_read_prompt_cache(
+    mlx_map_string_to_array* res, mlx_string* res_entries, mlx_map_string_to_string* res_metadata,
+    const char* file, const mlx_stream s);
 
 // All arrays held; of what kernels change in place, what they wrote last. A program that evaluates
 // these after each prompt chunk, or with every token, has evaluated all that the cache holds.

@@ -55,12 +55,12 @@ MLX_H2O_API int mlx_h2o_remainder_rows(
 
 // What each slot is worth keeping after a decode step, [B, Hk, N]; the lowest goes first.
 MLX_H2O_API int mlx_h2o_priority(
-    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots, const mlx_stream s);
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots* slots, const mlx_stream s);
 
 // The same for a prompt. window_mass [B, Hk, N] is the mass that its last queries gave; empty where
 // the policy's prompt is "full".
 MLX_H2O_API int mlx_h2o_prompt_priority(
-    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots,
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots* slots,
     const mlx_array window_mass, const mlx_stream s);
 
 // The `count` slots to free, [B, Hk, count] int32, worst first, ties to the oldest position.

@@ -1,5 +1,6 @@
 #include "json.h"
 
+#include <cctype>
 #include <cmath>
 #include <limits>
 #include <locale>
@@ -13,13 +14,15 @@ namespace {
 
 // Deeper than any settings; a text of brackets alone must not use the stack up.
 constexpr int kDeepest = 32;
+// Letters that stand for bytes after a backslash, and these.
+const std::string kLetters = "\"\\bfnrt/", kBytes = "\"\\\b\f\n\r\t/";
 
 struct Parser {
   const std::string& text;
   size_t at = 0;
 
   void fail() const {
-    check(false, "The settings are no JSON, from byte " + std::to_string(at) + " on.");
+    check(false, "It is no JSON, from byte " + std::to_string(at) + " on.");
   }
   char next() {
     while (at < text.size() && std::string(" \t\r\n").find(text[at]) != std::string::npos) ++at;
@@ -109,22 +112,52 @@ struct Parser {
   }
 
   std::string escaped() {
-    static const std::string names = "\"\\/bfnrt", bytes = "\"\\/\b\f\n\r\t";
     if (++at >= text.size()) fail();
-    const size_t which = names.find(text[at]);
-    if (which != std::string::npos) return {bytes[which]};
-    // Nothing of ours has other letters: they may be lost.
+    const size_t which = kLetters.find(text[at]);
+    if (which != std::string::npos) return {kBytes[which]};
+    uint32_t letter = unit();
+    if (letter >= 0xd800 && letter < 0xdc00) {  // the first of two that make one letter
+      if (text.compare(++at, 1, "\\") || ++at >= text.size()) fail();
+      const uint32_t second = unit();
+      if (second < 0xdc00 || second > 0xdfff) fail();
+      letter = 0x10000 + ((letter - 0xd800) << 10) + (second - 0xdc00);
+    }
+    return utf8(letter);
+  }
+
+  // Of "uXXXX", at whose last digit it ends.
+  uint32_t unit() {
     if (text[at] != 'u' || at + 4 >= text.size()) fail();
-    at += 4;
-    return "?";
+    uint32_t number = 0;
+    for (int i = 0; i < 4; ++i) {
+      const int digit = std::tolower(static_cast<unsigned char>(text[++at]));
+      if (!std::isxdigit(digit)) fail();
+      number = number << 4 | uint32_t(digit > '9' ? digit - 'a' + 10 : digit - '0');
+    }
+    return number;
+  }
+
+  static std::string utf8(uint32_t letter) {
+    if (letter < 0x80) return {char(letter)};
+    std::string bytes;
+    int shift = letter < 0x800 ? 6 : letter < 0x10000 ? 12 : 18;
+    bytes += char((letter < 0x800 ? 0xc0 : letter < 0x10000 ? 0xe0 : 0xf0) | letter >> shift);
+    while (shift) bytes += char(0x80 | (letter >> (shift -= 6) & 0x3f));
+    return bytes;
   }
 };
 
 std::string quoted(const std::string& words) {
   std::string all = "\"";
   for (char letter : words) {
-    if (letter == '"' || letter == '\\') all += '\\';
-    all += static_cast<unsigned char>(letter) < ' ' ? ' ' : letter;
+    const size_t which = kBytes.find(letter);
+    const unsigned code = static_cast<unsigned char>(letter);
+    if (which < kBytes.find('/'))
+      all += {'\\', kLetters[which]};
+    else if (code < ' ')
+      all += std::string("\\u00") + "01"[code >> 4] + "0123456789abcdef"[code & 15];
+    else
+      all += letter;
   }
   return all + '"';
 }

@@ -52,7 +52,7 @@ inline bool broadcasts_to(const mx::Shape& shape, const mx::Shape& whole) {
 }
 
 // What is to blame for an error, in the numbers of mlx_h2o_error.
-enum class Blame { argument = 1, settings, state, saved, program, internal };
+enum class Blame { argument = 1, settings, state, saved, program, internal, file };
 
 struct Refusal : std::invalid_argument {
   Refusal(Blame blame, const std::string& what) : std::invalid_argument(what), blame(blame) {}

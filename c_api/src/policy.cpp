@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <locale>
+#include <set>
 #include <sstream>
 
 namespace mlx_h2o {
@@ -25,6 +26,13 @@ bool parsed_bool(const std::string& field, const std::string& value) {
 }
 
 }  // namespace
+
+bool Policy::is_built_in(const std::string& name) {
+  static const std::set<std::string> names = {"distinct",   "salient", "h2o",       "ema",
+                                              "ema-logits", "tova",    "streaming", "keydiff",
+                                              "snapkv",     "paper",   "h2o-paper"};
+  return names.count(name);
+}
 
 Policy Policy::named(const std::string& name) {
   Policy policy{name, PolicyKind::h2o};

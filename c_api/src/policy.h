@@ -83,6 +83,8 @@ struct Policy {
   double value_weight = 0.3;
   std::shared_ptr<const OwnPolicy> own = nullptr;  // of PolicyKind::own
 
+  // Whether a name is one of the library's, Python's among them.
+  static bool is_built_in(const std::string& name);
   // A policy by name, or a published preset. Raises for unknown names.
   static Policy named(const std::string& name);
   // All settings, in the order in which files have them.

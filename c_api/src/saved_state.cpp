@@ -445,7 +445,7 @@ CacheSettings settings_of(const Json::Object& saved, const Fields& arrays, const
   const Json::Object& policy = member(saved, "policy").object("policy");
   s.policy = own ? *own : policy_of(policy);
   check(
-      s.policy.name == member(policy, "name").words("A policy's name") || !own,
+      !own || s.policy.name == member(policy, "name").words("A policy's name"),
       "The cache was saved with another policy than " + s.policy.name + ".");
   s.remainder = member(saved, "remainder").truth("remainder");
   s.attending = member(saved, "attending").truth("attending");

@@ -151,18 +151,25 @@ mx::array Core::update_and_attend(
   }
   BoundedLayer& layer = layer_for(keys, values);
   if (singly) layer.settle();
-  broken_ = bool(settings_.policy.own);
-  mx::array out =
-      singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
-  broken_ = false;
-  return out;
+  std::optional<mx::array> out;
+  change([&] {
+    out =
+        singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
+  });
+  return *out;
 }
 
 Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& values) {
   check(!settings_.attending, "This cache attends: update_and_attend.", Blame::state);
   check_rows(keys, values);
   BoundedLayer& layer = layer_for(keys, values);
-  broken_ = bool(settings_.policy.own);
+  std::optional<Fetched> fetched;
+  change([&] { fetched = take_in(layer, keys, values); });
+  fetched->keys = mx::depends({fetched->keys}, layer.side_state())[0];
+  return *fetched;
+}
+
+Core::Fetched Core::take_in(BoundedLayer& layer, const mx::array& keys, const mx::array& values) {
   const std::vector<Fields> attended = layer.take_in(keys, values);
   const Fields& rows = attended[0];  // all heads are alike
   const bool over = rows.at("positions").shape(2) > layer.runs()[0].budget;
@@ -177,8 +184,6 @@ Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& val
       std::tie(fetched.keys, fetched.values) = layer.with_plain_rows();
   }
   settle(layer, over ? attended : layer.attended(std::nullopt), {std::nullopt});
-  broken_ = false;
-  fetched.keys = mx::depends({fetched.keys}, layer.side_state())[0];
   return fetched;
 }
 
@@ -225,7 +230,7 @@ void Core::shorten_chunk(int n) {
 }
 
 Masking Core::mask_for(int n, bool as_array) {
-  check(n > 0 && n <= kMostTokens, "A mask is for 1 token or more; got " + std::to_string(n) + ".");
+  check_within("A mask's number of tokens", n, 1, kMostTokens);
   const int kept = size(), plain = settings_.plain_rows();
   if (plain && layer_) {
     const Run& run = layer_->runs()[0];
@@ -283,7 +288,6 @@ std::unique_ptr<Core> Core::copied() {
   auto twin = std::make_unique<Core>(settings_);
   if (layer_) twin->layer_.emplace(*layer_, twin->settings_);
   twin->missing_ = missing_;
-  twin->broken_ = broken_;
   if (chunk_) {
     twin->chunk_.emplace(Chunk{std::nullopt, chunk_->call, chunk_->keys, chunk_->values});
     if (chunk_->before) twin->chunk_->before.emplace(*chunk_->before, twin->settings_);
@@ -334,7 +338,7 @@ void Core::resize(std::vector<int> budgets, std::vector<Stage> filling) {
   settings_.filling = std::move(changed.filling);
   settings_.reserved.reset();
   chunk_.reset();
-  if (layer_) mlx_h2o::resize(*layer_);
+  if (layer_) change([&] { mlx_h2o::resize(*layer_); });
 }
 
 std::vector<int> Core::with_room(
@@ -356,11 +360,13 @@ void Core::pin_all(Spans pins) {
   settings_.filling = std::move(later);
   settings_.pins = std::move(pins);
   if (!layer_) return;
-  layer_->mark_pins();
-  if (moves)
-    mlx_h2o::resize(*layer_);
-  else if (layer_->offset())
-    choose_victims(*layer_);
+  change([&] {
+    layer_->mark_pins();
+    if (moves)
+      mlx_h2o::resize(*layer_);
+    else if (layer_->offset())
+      choose_victims(*layer_);
+  });
 }
 
 void Core::grow(int length) {
@@ -375,7 +381,7 @@ void Core::grow(int length) {
   if (next == later.begin()) return;
   settings_.budgets = std::prev(next)->budgets;
   later.erase(later.begin(), next);
-  if (layer_) mlx_h2o::resize(*layer_);
+  if (layer_) change([&] { mlx_h2o::resize(*layer_); });
 }
 
 std::pair<Spans, Spans> Core::lost_of(const Spans& spans) {
@@ -461,9 +467,6 @@ BoundedLayer& Core::layer_for(const mx::array& keys, const mx::array& values) {
 }
 
 void Core::check_rows(const mx::array& keys, const mx::array& values) const {
-  check(
-      !broken_, "A function of the program failed in the middle of a step: make a new cache.",
-      Blame::state);
   check(
       keys.ndim() == 4 && values.ndim() == 4 && is_float(keys) && is_float(values),
       "keys and values must be [B, Hk, L, width] and floating.");

@@ -13,6 +13,12 @@ class Core {
  public:
   // Raises for what makes no cache.
   explicit Core(CacheSettings settings);
+  // Raises if a function of the program failed in the middle of a change: what is held is none.
+  void check_whole() const {
+    check(
+        !broken_, "A function of the program failed in the middle of a step: make a new cache.",
+        Blame::state);
+  }
   // The layer refers to its settings.
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
@@ -103,12 +109,20 @@ class Core {
   std::vector<mx::array> newest() const;
 
  private:
+  // Makes a change in which a function of the program may fail half-way.
+  template <class Change>
+  void change(Change make) {
+    broken_ = bool(settings_.policy.own);
+    make();
+    broken_ = false;
+  }
   // What `look` makes of the layer, as a vector of arrays.
   template <class Look>
   std::vector<mx::array> seen(Look look);
   void check_rows(const mx::array& keys, const mx::array& values) const;
   BoundedLayer& layer_for(const mx::array& keys, const mx::array& values);
   BoundedLayer& layer_with_tokens();
+  Fetched take_in(BoundedLayer& layer, const mx::array& keys, const mx::array& values);
 
   // Positions in spans that some heads, and those that all have lost.
   std::pair<Spans, Spans> lost_of(const Spans& spans);
@@ -123,7 +137,7 @@ class Core {
   CacheSettings settings_;  // only pins, budgets, what is left of filling and kernels change
   std::optional<BoundedLayer> layer_;  // none before the first rows
   Spans missing_;
-  bool broken_ = false;  // a function of the program failed in the middle of a step
+  bool broken_ = false;  // see check_whole
 
   // None: there is no file.
   struct Spilled {

@@ -116,7 +116,10 @@ static mlx_h2o_cache a_cache(int undo) {
     mlx_array q = made((int[]){2, 4, L, 32}, 4, MLX_FLOAT32, 0), out = kNone;
     mlx_array k = made((int[]){2, 2, L, 32}, 4, MLX_FLOAT32, 0);
     mlx_array v = made((int[]){2, 2, L, 64}, 4, MLX_FLOAT32, 0);
-    must(mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, kNone, kStream), "a prompt");
+    must(
+        mlx_h2o_cache_update_and_attend(
+            &out, cache, q, k, v, 0.2f, "causal", kNone, kNone, kStream),
+        "a prompt");
     must(mlx_array_eval(out), "eval");
     mlx_array_free(q), mlx_array_free(k), mlx_array_free(v), mlx_array_free(out);
   }
@@ -269,6 +272,7 @@ static void refuse_each(const Function* f, mlx_h2o_policy policy, mlx_h2o_cache 
     c.texts[0] = f->wrong_text[i];
     refused(f, &c, "text", f->wrong_text[i]);
   }
+  if (f->wrong_text[0]) c.texts[0] = NULL, refused(f, &c, "text", "is NULL");
   c.texts[0] = f->text;
   if (f->policy) c.policy = mlx_h2o_policy_new(), refused(f, &c, "policy", "is an empty handle");
   c.policy = policy;
@@ -380,9 +384,13 @@ static void refuse_frames(mlx_h2o_policy policy) {
   mlx_array wide_q = made((int[]){2, 4, 3, 64}, 4, MLX_FLOAT32, 0);
   mlx_array wide_k = made((int[]){2, 2, 3, 64}, 4, MLX_FLOAT32, 0);
   mlx_array sinks = made((int[]){4}, 1, MLX_FLOAT32, 0);
-  REFUSED(mlx_h2o_cache_update_and_attend(&out, cache, wide_q, wide_k, wide_k, 1, kNone, kStream));
-  REFUSED(mlx_h2o_cache_update_and_attend(&out, cache, q, k, k, 1, sinks, kStream));
-  must(mlx_h2o_cache_update_and_attend(&out, cache, q, k, k, 1, kNone, kStream), "in a frame");
+  REFUSED(mlx_h2o_cache_update_and_attend(
+      &out, cache, wide_q, wide_k, wide_k, 1, "causal", kNone, kNone, kStream));
+  REFUSED(
+      mlx_h2o_cache_update_and_attend(&out, cache, q, k, k, 1, "causal", kNone, sinks, kStream));
+  must(
+      mlx_h2o_cache_update_and_attend(&out, cache, q, k, k, 1, "causal", kNone, kNone, kStream),
+      "in a frame");
   must(mlx_array_eval(out), "eval");
   mlx_array_free(q), mlx_array_free(k), mlx_array_free(wide_q), mlx_array_free(wide_k);
   mlx_array_free(sinks), mlx_array_free(out);
@@ -446,7 +454,8 @@ static void refuse_fetching(void) {
   REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, kNone, v, kStream));
   REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, ints, kStream));
   REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, few, kStream));
-  REFUSED(mlx_h2o_cache_update_and_attend(&out[0], cache, k, k, v, 1, kNone, kStream));
+  REFUSED(
+      mlx_h2o_cache_update_and_attend(&out[0], cache, k, k, v, 1, "causal", kNone, kNone, kStream));
   REFUSED(mlx_h2o_cache_kept(&out[0], cache, kStream));
   if (out[0].ctx || out[1].ctx || out[2].ctx) fails("update_and_fetch", "", "gave something");
   must(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, v, kStream), "fetch");
@@ -459,11 +468,14 @@ static void refuse_fetching(void) {
 
 static void refuse_ropes(mlx_h2o_policy policy) {
   const int budgets[] = {24, 24};
-  const mlx_h2o_rope fine = {32, 10000, 1, false},
-                     wrong[] = {{31, 10000, 1, false},      {0, 10000, 1, false},
-                                {-2, 10000, 1, false},      {INT_MAX - 1, 10000, 1, false},
-                                {32, 0, 1, false},          {32, NAN, 1, true},
-                                {32, 10000, INFINITY, true}};
+  const mlx_h2o_rope fine = {sizeof fine, 32, 10000, 1, false},
+                     wrong[] = {{sizeof fine, 31, 10000, 1, false},
+                                {sizeof fine, 0, 10000, 1, false},
+                                {sizeof fine, -2, 10000, 1, false},
+                                {sizeof fine, INT_MAX - 1, 10000, 1, false},
+                                {sizeof fine, 32, 0, 1, false},
+                                {sizeof fine, 32, NAN, 1, true},
+                                {sizeof fine, 32, 10000, INFINITY, true}};
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   mlx_h2o_cache_options rolling = mlx_h2o_cache_options_default();
   rolling.remainder = false, rolling.group_size = 32;
@@ -632,8 +644,8 @@ static mlx_h2o_cache any_cache(void) {
       options.frame_scale = part_of_frame(2, (float)below(10) / 4);
     }
     const mlx_h2o_rope rope = {
-        chance(90) ? 2 * below(18) : changed_int(32), (float)below(20000), chance(95) ? 1 : NAN,
-        chance(50)};
+        sizeof rope, chance(90) ? 2 * below(18) : changed_int(32), (float)below(20000),
+        chance(95) ? 1 : NAN, chance(50)};
     if (chance(options.k_bits || options.v_bits || options.remainder ? 5 : 50))
       options.rope = &rope;
     const int status = mlx_h2o_cache_make(&cache, policy, some, 2, &options);

@@ -91,13 +91,6 @@ static int set(Call* c) {
   return mlx_h2o_policy_set(c->policy, c->texts[1], c->texts[0]);
 }
 
-static int needs_attention(Call* c) {
-  bool needs = c->number;
-  const int status = mlx_h2o_policy_needs_attention(c->missing < 0 ? &needs : NULL, c->policy);
-  if (!status) c->number = needs;
-  return status;
-}
-
 static int recent_slots(Call* c) {
   int slots = (int)c->number;
   const int status =
@@ -114,16 +107,16 @@ static int evictable(Call* c) {
   return mlx_h2o_evictable(out(c, 0), IN[0], c->ints[0], c->ints[1], c->ints[2], c->s);
 }
 
-static mlx_h2o_slots slots(const Call* c) {
-  return (mlx_h2o_slots){IN[0], IN[1], IN[2], IN[3], IN[4], IN[5], c->ints[0], c->ints[1]};
-}
+#define GIVEN_SLOTS \
+  &(mlx_h2o_slots){ \
+      sizeof(mlx_h2o_slots), IN[0], IN[1], IN[2], IN[3], IN[4], IN[5], c->ints[0], c->ints[1]}
 
 static int priority(Call* c) {
-  return mlx_h2o_priority(out(c, 0), c->policy, slots(c), c->s);
+  return mlx_h2o_priority(out(c, 0), c->policy, GIVEN_SLOTS, c->s);
 }
 
 static int prompt_priority(Call* c) {
-  return mlx_h2o_prompt_priority(out(c, 0), c->policy, slots(c), IN[6], c->s);
+  return mlx_h2o_prompt_priority(out(c, 0), c->policy, GIVEN_SLOTS, IN[6], c->s);
 }
 
 static int select_victims(Call* c) {
@@ -135,7 +128,7 @@ static int select_kept(Call* c) {
 }
 
 static int compress_prompt(Call* c) {
-  return mlx_h2o_compress_prompt(out(c, 0), c->policy, slots(c), IN[6], c->ints[2], c->s);
+  return mlx_h2o_compress_prompt(out(c, 0), c->policy, GIVEN_SLOTS, IN[6], c->ints[2], c->s);
 }
 
 static int write_rows(Call* c) {
@@ -148,13 +141,14 @@ static int quantize_append(Call* c) {
       c->s);
 }
 
-static int update_and_attend(Call* c) {
+static int causally(Call* c) {
   return mlx_h2o_cache_update_and_attend(
-      out(c, 0), c->cache, IN[0], IN[1], IN[2], c->scale, IN[3], c->s);
+      out(c, 0), c->cache, IN[0], IN[1], IN[2], c->scale, c->texts[0], mlx_array_new(), IN[3],
+      c->s);
 }
 
-static int masked(Call* c) {
-  return mlx_h2o_cache_update_and_attend_masked(
+static int update_and_attend(Call* c) {
+  return mlx_h2o_cache_update_and_attend(
       out(c, 0), c->cache, IN[0], IN[1], IN[2], c->scale, c->texts[0], IN[3], IN[4], c->s);
 }
 
@@ -180,24 +174,10 @@ NUMBER(evicted, int64_t)
 NUMBER(nbytes, size_t)
 NUMBER(trimmable, int)
 
-NUMBER(n_kv_heads, size_t)
-NUMBER(pin_count, size_t)
-
-static int set_int(Call* c) {
-  return mlx_h2o_policy_set_int(c->policy, c->texts[1], c->ints[0]);
-}
-
-static int setting_count(Call* c) {
-  size_t count = (size_t)c->number;
-  const int status = mlx_h2o_policy_setting_count(c->missing < 0 ? &count : NULL, c->policy);
-  c->number = (long long)count;
-  return status;
-}
-
 static int budgets(Call* c) {
   int slots[2] = {(int)c->number};
-  const int status =
-      mlx_h2o_cache_budgets(c->missing < 0 ? slots : NULL, (size_t)c->ints[0], c->cache);
+  size_t heads = (size_t)c->ints[0];
+  const int status = mlx_h2o_cache_budgets(slots, c->missing < 0 ? &heads : NULL, c->cache);
   c->number = slots[0];
   return status;
 }
@@ -341,15 +321,6 @@ const Function kFunctions[] = {
      .policy = true,
      .text = "0.3",
      .wrong_text = {"nan", "1e999"}},
-    {"policy_set_int",
-     set_int,
-     {{0}},
-     0,
-     "",
-     {{"value", 1, {-1, INT_MIN, INT_MAX}, 3}},
-     .policy = true},
-    {"policy_setting_count", setting_count, {{0}}, -1, "", .policy = true},
-    {"policy_needs_attention", needs_attention, {{0}}, -1, "", .policy = true},
     {"policy_recent_slots",
      recent_slots,
      {{0}},
@@ -426,7 +397,7 @@ const Function kFunctions[] = {
      {{"bits", 4, {0, -4, 7, 8, INT_MAX}, 5}, {"group_size", 32, {0, -32, 16, 64, INT_MAX}, 5}},
      .streamed = true},
     {"cache_update_and_attend (chunk)",
-     update_and_attend,
+     causally,
      {{"q", "BQLD", 'f', false},
       {"keys", "BKLD", 'f', false},
       {"values", "BKLV", 'f', false},
@@ -435,9 +406,11 @@ const Function kFunctions[] = {
      "",
      .scaled = true,
      .cache = true,
-     .streamed = true},
+     .streamed = true,
+     .text = "causal",
+     .wrong_text = {"array", "all"}},
     {"cache_update_and_attend (step)",
-     update_and_attend,
+     causally,
      {{"q", "BQ1D", 'f', false},
       {"keys", "BK1D", 'f', false},
       {"values", "BK1V", 'f', false},
@@ -446,9 +419,11 @@ const Function kFunctions[] = {
      "",
      .scaled = true,
      .cache = true,
-     .streamed = true},
-    {"cache_update_and_attend_masked",
-     masked,
+     .streamed = true,
+     .text = "causal",
+     .wrong_text = {"array", "all"}},
+    {"cache_update_and_attend (masked)",
+     update_and_attend,
      {{"q", "BQLD", 'f', false},
       {"keys", "BKLD", 'f', false},
       {"values", "BKLV", 'f', false},
@@ -476,8 +451,6 @@ const Function kFunctions[] = {
     {"cache_evicted", evicted, {{0}}, -1, "", .cache = true},
     {"cache_nbytes", nbytes, {{0}}, -1, "", .cache = true},
     {"cache_trimmable", trimmable, {{0}}, -1, "", .cache = true},
-    {"cache_n_kv_heads", n_kv_heads, {{0}}, -1, "", .cache = true},
-    {"cache_pin_count", pin_count, {{0}}, -1, "", .cache = true},
     {"cache_budgets",
      budgets,
      {{0}},

@@ -46,7 +46,7 @@ typedef struct Function_ {
   Int ints[MOST_INTS];
   bool scaled, policy, cache, streamed;
   bool may_be_empty;  // whether its results are empty handles where there is nothing to tell
-  const char *text, *wrong_text[2];  // the last text, and such as are refused (NULL among them)
+  const char *text, *wrong_text[2];  // the last text, and such as are refused, as NULL is
 } Function;
 
 extern const Function kFunctions[];

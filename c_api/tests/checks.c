@@ -27,14 +27,19 @@ int check_errors(const Replay* r) {
   MUST_FAIL(mlx_h2o_policy_set(policy, "sink", "four"));
   MUST_FAIL(mlx_h2o_policy_set(policy, "pool", "4"));
   MUST_FAIL(mlx_h2o_cache_make(&cache, policy, few, 2, &options));
-  MUST_FAIL(mlx_h2o_cache_update_and_attend(&out, cache, rows, rows, rows, 1, kNone, r->s));
+  MUST_FAIL(mlx_h2o_cache_update_and_attend(
+      &out, cache, rows, rows, rows, 1, "causal", kNone, kNone, r->s));
   TRY(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options));
   MUST_FAIL(mlx_h2o_cache_kept(&out, cache, r->s));
-  TRY(mlx_h2o_cache_update_and_attend(&out, cache, rows, rows, rows, 1, kNone, r->s));
+  TRY(mlx_h2o_cache_update_and_attend(
+      &out, cache, rows, rows, rows, 1, "causal", kNone, kNone, r->s));
   MUST_FAIL(mlx_h2o_cache_update_and_fetch(&out, &out, &out, cache, rows, rows, r->s));
-  MUST_FAIL(mlx_h2o_cache_update_and_attend(&out, cache, narrow, narrow, narrow, 1, kNone, r->s));
-  MUST_FAIL(mlx_h2o_cache_update_and_attend(&out, cache, rows, rows, rows, 1, rows, r->s));
-  MUST_FAIL(mlx_h2o_cache_update_and_attend(&out, cache, rows, rows, kNone, 1, kNone, r->s));
+  MUST_FAIL(mlx_h2o_cache_update_and_attend(
+      &out, cache, narrow, narrow, narrow, 1, "causal", kNone, kNone, r->s));
+  MUST_FAIL(mlx_h2o_cache_update_and_attend(
+      &out, cache, rows, rows, rows, 1, "causal", kNone, rows, r->s));
+  MUST_FAIL(mlx_h2o_cache_update_and_attend(
+      &out, cache, rows, rows, kNone, 1, "causal", kNone, kNone, r->s));
   MUST_FAIL(mlx_h2o_attention_with_scores(
       &out, &out, &out, rows, narrow, rows, 1, "", kNone, kNone, r->s));
   MUST_FAIL(mlx_h2o_attention_with_scores(
@@ -80,7 +85,8 @@ int check_flat_memory(const Replay* r, int steps) {
     mlx_array q = array_of(r, numbers, q_shape, 4, MLX_FLOAT32), out = kNone;
     mlx_array k = array_of(r, numbers + Hq * D, k_shape, 4, MLX_FLOAT32);
     mlx_array v = array_of(r, numbers + (Hq + Hk) * D, k_shape, 4, MLX_FLOAT32);
-    TRY(mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.1875f, kNone, r->s));
+    TRY(mlx_h2o_cache_update_and_attend(
+        &out, cache, q, k, v, 0.1875f, "causal", kNone, kNone, r->s));
     TRY(mlx_array_eval(out));
     mlx_array_free(q), mlx_array_free(k), mlx_array_free(v), mlx_array_free(out);
     TRY(mlx_get_active_memory(&now));

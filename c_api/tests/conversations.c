@@ -127,7 +127,7 @@ static mlx_h2o_cache made(const Layer* layer, int undo) {
   options.k_bits = layer->k_bits, options.v_bits = layer->v_bits;
   options.recent_bits = layer->recent_bits;
   options.group_size = 32, options.undo = undo, options.saturation = layer->saturation;
-  const mlx_h2o_rope rope = {D, 10000, 1, false};
+  const mlx_h2o_rope rope = {sizeof rope, D, 10000, 1, false};
   if (layer->rolling) options.rope = &rope;
   if (layer->framed) options.frame_centre = part_of_frame(false);
   if (layer->framed) options.frame_scale = part_of_frame(true);
@@ -191,7 +191,8 @@ static void attend(mlx_h2o_cache cache, float* outs, int first, int L, int wrong
     mlx_vector_array_free(both), mlx_array_free(parts[0]), mlx_array_free(parts[1]);
   }
   must(
-      mlx_h2o_cache_update_and_attend(&out, cache, in[0], in[1], in[2], 0.18f, kNone, s),
+      mlx_h2o_cache_update_and_attend(
+          &out, cache, in[0], in[1], in[2], 0.18f, "causal", kNone, kNone, s),
       "update_and_attend");
   keep(outs, out, first, L, L - wrong);
   for (int i = 0; i < 3; ++i) mlx_array_free(in[i]);
@@ -274,7 +275,9 @@ static void again(mlx_h2o_cache cache, int chunk, int times) {
   const mlx_array v = rows(V, Hk, 0, chunk, Dv, false);
   for (int i = 0; i < times; ++i) {
     mlx_array out = mlx_array_new();
-    must(mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.18f, kNone, s), "attend");
+    must(
+        mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.18f, "causal", kNone, kNone, s),
+        "attend");
     must(mlx_array_eval(out), "eval");
     mlx_array_free(out);
   }
@@ -498,7 +501,10 @@ static void memory(void) {
   size_t before = 0, peak = 0;
   must(mlx_get_active_memory(&before), "memory");
   must(mlx_reset_peak_memory(), "memory");
-  must(mlx_h2o_cache_update_and_attend(&out, cache, rows, rows, rows, 0.1f, kNone, s), "prompt");
+  must(
+      mlx_h2o_cache_update_and_attend(
+          &out, cache, rows, rows, rows, 0.1f, "causal", kNone, kNone, s),
+      "prompt");
   must(mlx_array_eval(out), "eval");
   must(mlx_get_peak_memory(&peak), "memory");
   // One float32 copy of all heads' keys is twice the rows: the output, and heads one by one, are

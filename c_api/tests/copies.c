@@ -60,7 +60,7 @@ static void attend(mlx_h2o_cache cache, int tokens, int seed, double* sum) {
             v = rows(Hk, tokens, seed + 2);
   mlx_array out = mlx_array_new(), flat = mlx_array_new();
   expect(
-      !mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, kNone, s) &&
+      !mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, "causal", kNone, kNone, s) &&
           !mlx_contiguous(&flat, out, false, s) && !mlx_array_eval(flat),
       "attention", "a step");
   const float* numbers = mlx_array_data_float32(flat);
@@ -127,10 +127,11 @@ static void resizes(const Layer* layer) {
   int64_t evicted = 0;
   double sum = 0;
   expect(
-      !mlx_h2o_cache_resize(cache, layer->smaller, Hk, s), layer->name, "slots before any token");
+      !mlx_h2o_cache_resize(cache, layer->smaller, Hk, NULL, 0, s), layer->name,
+      "slots before any token");
   attend(cache, PROMPT, 1, &sum), attend(small, PROMPT, 1, &sum);
   expect(steps(cache, 100) == steps(small, 100), layer->name, "slots from the beginning");
-  expect(!mlx_h2o_cache_resize(cache, layer->larger, Hk, s), layer->name, "more slots");
+  expect(!mlx_h2o_cache_resize(cache, layer->larger, Hk, NULL, 0, s), layer->name, "more slots");
   expect(same_kept(cache, small), layer->name, "what more slots hold at first");
   for (int i = 0; i < 3; ++i) steps(cache, 500 + 100 * i);
   const int filled = kept(cache, before);
@@ -139,14 +140,15 @@ static void resizes(const Layer* layer) {
       layer->name, "more slots are filled");
   // What cannot be is refused, and changes nothing.
   const int too_few[] = {1, 1}, negative[] = {24, -3};
-  expect(mlx_h2o_cache_resize(cache, too_few, Hk, s), layer->name, "too few slots");
-  expect(mlx_h2o_cache_resize(cache, negative, Hk, s), layer->name, "slots below 0");
-  expect(mlx_h2o_cache_resize(cache, layer->smaller, 1, s), layer->name, "slots of one head");
-  expect(mlx_h2o_cache_resize(cache, NULL, Hk, s), layer->name, "no slots");
+  expect(mlx_h2o_cache_resize(cache, too_few, Hk, NULL, 0, s), layer->name, "too few slots");
+  expect(mlx_h2o_cache_resize(cache, negative, Hk, NULL, 0, s), layer->name, "slots below 0");
+  expect(
+      mlx_h2o_cache_resize(cache, layer->smaller, 1, NULL, 0, s), layer->name, "slots of one head");
+  expect(mlx_h2o_cache_resize(cache, NULL, Hk, NULL, 0, s), layer->name, "no slots");
   expect(
       kept(cache, after) == filled && !memcmp(before, after, (size_t)Hk * filled * sizeof *before),
       layer->name, "what refusals leave");
-  expect(!mlx_h2o_cache_resize(cache, layer->smaller, Hk, s), layer->name, "fewer slots");
+  expect(!mlx_h2o_cache_resize(cache, layer->smaller, Hk, NULL, 0, s), layer->name, "fewer slots");
   expect(
       !mlx_h2o_cache_offset(&offset, cache) && !mlx_h2o_cache_evicted(&evicted, cache) &&
           evicted == offset - (layer->smaller[0] + layer->smaller[1]) / 2,
@@ -195,8 +197,9 @@ static void grows_between_drafts(bool together, int rejected) {
         "everything while it fits");
   }
   int slots[Hk];
+  size_t heads = Hk;
   expect(
-      !mlx_h2o_cache_budgets(slots, Hk, cache) && slots[0] == 12 && slots[1] == 28, name,
+      !mlx_h2o_cache_budgets(slots, &heads, cache) && slots[0] == 12 && slots[1] == 28, name,
       "the last shares");
   mlx_h2o_cache_free(cache);
 }

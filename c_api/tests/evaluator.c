@@ -37,7 +37,7 @@ static mlx_array rows(int tokens, uint64_t seed) {
 static void attend(mlx_h2o_cache cache, int tokens, uint64_t seed) {
   mlx_array x = rows(tokens, seed), out = mlx_array_new();
   expect(
-      !mlx_h2o_cache_update_and_attend(&out, cache, x, x, x, 0.2f, kNone, s) &&
+      !mlx_h2o_cache_update_and_attend(&out, cache, x, x, x, 0.2f, "causal", kNone, kNone, s) &&
           !mlx_array_eval(out),
       "attention");
   mlx_array_free(x), mlx_array_free(out);

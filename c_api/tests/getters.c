@@ -1,6 +1,7 @@
 // What a program asks and tells without arrays (tests/conformance/test_c_api.py): kinds of errors,
 // settings as numbers, options of several sizes, and all that a cache was made with. Ends with 0,
 // or with 1 and what was otherwise.
+#include <limits.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,61 +34,48 @@ static mlx_array rows(int tokens, uint64_t seed) {
 static int attend(mlx_h2o_cache cache, int tokens, uint64_t seed) {
   mlx_array x = rows(tokens, seed), out = mlx_array_new();
   const int status =
-      mlx_h2o_cache_update_and_attend(&out, cache, x, x, x, 0.2f, kNone, s) || mlx_array_eval(out);
+      mlx_h2o_cache_update_and_attend(&out, cache, x, x, x, 0.2f, "causal", kNone, kNone, s) ||
+      mlx_array_eval(out);
   mlx_array_free(x), mlx_array_free(out);
   return status;
 }
 
-// The setting of a name; of no name: a setting that is none.
-static mlx_h2o_setting setting(mlx_h2o_policy policy, const char* name) {
-  mlx_h2o_setting found = {0};
-  size_t count = 0;
-  expect(!mlx_h2o_policy_setting_count(&count, policy) && count >= 9, "a count of settings");
-  for (size_t i = 0; i < count; ++i) {
-    expect(!mlx_h2o_policy_setting(&found, policy, i), "a setting");
-    if (!strcmp(found.name, name)) return found;
-  }
-  expect(false, name);
+// Whether a cache with this policy says a setting so, in its settings as JSON.
+static bool says(mlx_h2o_policy policy, const char* setting) {
+  const int budgets[] = {500, 500};
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  mlx_map_string_to_array arrays = mlx_map_string_to_array_new();
+  mlx_string settings = mlx_string_new();
+  expect(!mlx_h2o_cache_make(&cache, policy, budgets, HEADS, NULL), "a cache");
+  expect(!mlx_h2o_cache_arrays(&arrays, &settings, cache, s), "its settings");
+  const bool found = strstr(mlx_string_data(settings), setting);
+  mlx_h2o_cache_free(cache), mlx_map_string_to_array_free(arrays), mlx_string_free(settings);
   return found;
 }
 
 static void policies(void) {
+  static const char* const wrong[][2] = {
+      {"sink", "-1"},     {"sink", "1.0"},  {"recent", "1.0"},
+      {"pool", "true"},   {"unit", "1"},    {"mass_weight", "1.0"},
+      {"decay", "1e999"}, {"decay", "inf"}, {"sink", "99999999999"}};
   mlx_h2o_policy policy = mlx_h2o_policy_new();
-  const char* name = NULL;
-  size_t count = 0;
-  mlx_h2o_setting one;
   fails_with(mlx_h2o_policy_named(&policy, "unheard-of"), MLX_H2O_ERROR_SETTINGS, "a name");
   fails_with(mlx_h2o_policy_named(&policy, NULL), MLX_H2O_ERROR_ARGUMENT, "no name");
   expect(!mlx_h2o_policy_named(&policy, "paper"), "a preset");
-  expect(!mlx_h2o_policy_name(&name, policy) && !strcmp(name, "ema-logits"), "the name");
-  one = setting(policy, "recent");
-  expect(one.kind == MLX_H2O_INT && one.as_int == 128, "a count");
-  one = setting(policy, "unit");
-  expect(one.kind == MLX_H2O_TEXT && !strcmp(one.as_text, "layer"), "a word");
-  one = setting(policy, "decay");
-  expect(one.kind == MLX_H2O_DOUBLE && one.as_double == 0.95, "a number");
-  one = setting(policy, "age_normalised");
-  expect(one.kind == MLX_H2O_BOOL && !one.as_bool, "a truth value");
-  expect(!mlx_h2o_policy_set_double(policy, "recent", 0.25), "a share");
-  one = setting(policy, "recent");
-  expect(one.kind == MLX_H2O_DOUBLE && one.as_double == 0.25, "the share");
-  expect(!mlx_h2o_policy_set_int(policy, "recent", 7), "a count");
-  expect(setting(policy, "recent").as_int == 7, "the count");
-  expect(!mlx_h2o_policy_set_int(policy, "decay", 0), "a whole number for a number");
-  expect(setting(policy, "decay").as_double == 0, "the number");
-  expect(!mlx_h2o_policy_set_bool(policy, "age_normalised", true), "true");
-  expect(setting(policy, "age_normalised").as_bool, "it is true");
-  fails_with(mlx_h2o_policy_set_int(policy, "sink", -1), MLX_H2O_ERROR_SETTINGS, "below 0");
-  fails_with(mlx_h2o_policy_set_double(policy, "sink", 1), MLX_H2O_ERROR_SETTINGS, "a fraction");
-  fails_with(mlx_h2o_policy_set_double(policy, "recent", 1), MLX_H2O_ERROR_SETTINGS, "all");
-  fails_with(mlx_h2o_policy_set_bool(policy, "pool", true), MLX_H2O_ERROR_SETTINGS, "a switch");
-  fails_with(mlx_h2o_policy_set_int(policy, "unit", 1), MLX_H2O_ERROR_SETTINGS, "not a word");
-  fails_with(mlx_h2o_policy_set_double(policy, "mass_weight", 1), MLX_H2O_ERROR_SETTINGS, "none");
-  fails_with(mlx_h2o_policy_set_int(policy, NULL, 1), MLX_H2O_ERROR_ARGUMENT, "no setting");
-  expect(!mlx_h2o_policy_setting_count(&count, policy), "the count");
-  fails_with(mlx_h2o_policy_setting(&one, policy, count), MLX_H2O_ERROR_ARGUMENT, "one too many");
-  fails_with(mlx_h2o_policy_setting(NULL, policy, 0), MLX_H2O_ERROR_ARGUMENT, "no place");
-  fails_with(mlx_h2o_policy_name(NULL, policy), MLX_H2O_ERROR_ARGUMENT, "no place");
+  expect(
+      says(policy, "\"ema-logits\"") && says(policy, "\"recent\": 128") &&
+          says(policy, "\"unit\": \"layer\"") && says(policy, "\"age_normalised\": false"),
+      "its settings");
+  expect(
+      !mlx_h2o_policy_set(policy, "recent", "0.25") && says(policy, "\"recent\": 0.25"), "share");
+  expect(!mlx_h2o_policy_set(policy, "recent", "7") && says(policy, "\"recent\": 7"), "a count");
+  expect(!mlx_h2o_policy_set(policy, "decay", "0") && says(policy, "\"decay\": 0.0"), "a number");
+  expect(!mlx_h2o_policy_set(policy, "age_normalised", "true"), "true");
+  expect(says(policy, "\"age_normalised\": true"), "it is true");
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i)
+    fails_with(
+        mlx_h2o_policy_set(policy, wrong[i][0], wrong[i][1]), MLX_H2O_ERROR_SETTINGS, wrong[i][0]);
+  fails_with(mlx_h2o_policy_set(policy, NULL, "1"), MLX_H2O_ERROR_ARGUMENT, "no setting");
   mlx_h2o_policy_free(policy);
 }
 
@@ -131,7 +119,7 @@ static bool is_all(mlx_array a, float number) {
 // The rope of positions that roll.
 static void rope(mlx_h2o_policy policy, const int* budgets) {
   mlx_h2o_cache_options options = mlx_h2o_cache_options_default(), got = options;
-  const mlx_h2o_rope given = {8, 500, 0.5f, true};
+  const mlx_h2o_rope given = {sizeof given, 8, 500, 0.5f, true};
   expect(!got.rope, "no rope");
   options.remainder = false, options.rope = &given;
   mlx_h2o_cache cache = mlx_h2o_cache_new();
@@ -170,16 +158,13 @@ static void caches(mlx_h2o_policy policy) {
   got.size = 0;
   fails_with(mlx_h2o_cache_get_options(&got, cache), MLX_H2O_ERROR_ARGUMENT, "no size");
   got.size = sizeof got;
-  mlx_h2o_policy of_cache = mlx_h2o_policy_new();
-  expect(!mlx_h2o_cache_policy(&of_cache, cache), "its policy");
-  expect(setting(of_cache, "sink").as_int == 2, "its settings");
-  mlx_h2o_policy_free(of_cache);
-  size_t count = 0;
+  size_t count = 0, heads = HEADS, more = HEADS + 1;
   int slots[HEADS] = {0}, spans[4] = {0};
-  mlx_h2o_row_types types;
-  expect(!mlx_h2o_cache_n_kv_heads(&count, cache) && count == HEADS, "its heads");
-  expect(!mlx_h2o_cache_budgets(slots, HEADS, cache) && slots[1] == 16, "its slots");
-  fails_with(mlx_h2o_cache_budgets(slots, 3, cache), MLX_H2O_ERROR_ARGUMENT, "other heads");
+  mlx_h2o_row_types types = {.size = sizeof types};
+  expect(!mlx_h2o_cache_budgets(NULL, &count, cache) && count == HEADS, "its heads");
+  expect(!mlx_h2o_cache_budgets(slots, &heads, cache) && slots[1] == 16, "its slots");
+  fails_with(mlx_h2o_cache_budgets(slots, &more, cache), MLX_H2O_ERROR_ARGUMENT, "other heads");
+  fails_with(mlx_h2o_cache_budgets(slots, NULL, cache), MLX_H2O_ERROR_ARGUMENT, "no number");
   fails_with(mlx_h2o_cache_row_types(&types, cache), MLX_H2O_ERROR_STATE, "no rows yet");
   expect(!attend(cache, PROMPT, 1), "a prompt");
   expect(
@@ -188,16 +173,20 @@ static void caches(mlx_h2o_policy policy) {
           types.key_dtype == MLX_FLOAT32 && types.value_dtype == MLX_FLOAT32,
       "its rows");
   expect(!mlx_h2o_cache_get_options(&got, cache) && got.n_stages == 1, "the stages to come");
-  expect(!mlx_h2o_cache_budgets(slots, HEADS, cache) && slots[1] == 14, "slots as they are now");
-  expect(!mlx_h2o_cache_pin_count(&count, cache) && !count, "no pins");
+  expect(!mlx_h2o_cache_budgets(slots, &heads, cache) && slots[1] == 14, "slots as they are now");
+  types.size = 8;
+  fails_with(mlx_h2o_cache_row_types(&types, cache), MLX_H2O_ERROR_ARGUMENT, "a size too small");
+  expect(!mlx_h2o_cache_pins(NULL, &count, cache) && !count, "no pins");
   expect(!mlx_h2o_cache_pin(NULL, cache, span, 2, s), "pins");
-  expect(!mlx_h2o_cache_pin_count(&count, cache) && count <= 2, "how many");
-  expect(!mlx_h2o_cache_pins(spans, count, cache), "which");
+  expect(!mlx_h2o_cache_pins(NULL, &count, cache) && count <= 2, "how many");
+  expect(!mlx_h2o_cache_pins(spans, &count, cache), "which");
   expect(!count || spans[2 * count - 2] == 17 || spans[0] == 3, "these");
-  fails_with(mlx_h2o_cache_pins(spans, count + 1, cache), MLX_H2O_ERROR_ARGUMENT, "more");
+  more = count + 1;
+  fails_with(mlx_h2o_cache_pins(spans, &more, cache), MLX_H2O_ERROR_ARGUMENT, "more");
   const int all[] = {0, 24}, few[] = {2, 2};
   fails_with(mlx_h2o_cache_pin(NULL, cache, all, 1, s), MLX_H2O_ERROR_SETTINGS, "too many pins");
-  fails_with(mlx_h2o_cache_resize(cache, few, HEADS, s), MLX_H2O_ERROR_SETTINGS, "too few slots");
+  fails_with(
+      mlx_h2o_cache_resize(cache, few, HEADS, NULL, 0, s), MLX_H2O_ERROR_SETTINGS, "too few slots");
   fails_with(mlx_h2o_cache_trim(cache, 20, s), MLX_H2O_ERROR_STATE, "too many to take back");
   fails_with(mlx_h2o_cache_trim(cache, -1, s), MLX_H2O_ERROR_ARGUMENT, "less than none");
   mlx_array out = mlx_array_new();
@@ -232,6 +221,7 @@ static void slots_that_follow(mlx_h2o_policy policy) {
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   mlx_h2o_cache_options got = {.size = sizeof got};
   int slots[HEADS] = {0};
+  size_t heads = HEADS;
   bool fused = true;
   expect(!mlx_h2o_cache_make(&cache, policy, budgets, HEADS, NULL), "a cache");
   expect(!mlx_h2o_cache_is_fused(&fused, cache) && !fused, "no step yet");
@@ -239,25 +229,44 @@ static void slots_that_follow(mlx_h2o_policy policy) {
   expect(!attend(cache, PROMPT, 1), "a prompt");
   expect(!mlx_h2o_cache_is_fused(&fused, cache) && !fused, "a prompt is no fused step");
   fails_with(
-      mlx_h2o_cache_resize_filling(cache, other, HEADS, NULL, 1, s), MLX_H2O_ERROR_ARGUMENT,
-      "no stages");
+      mlx_h2o_cache_resize(cache, other, HEADS, NULL, 1, s), MLX_H2O_ERROR_ARGUMENT, "no stages");
   fails_with(
-      mlx_h2o_cache_resize_filling(cache, other, HEADS, back, 2, s), MLX_H2O_ERROR_SETTINGS,
+      mlx_h2o_cache_resize(cache, other, HEADS, back, 2, s), MLX_H2O_ERROR_SETTINGS,
       "stages that do not ascend");
-  expect(!mlx_h2o_cache_budgets(slots, HEADS, cache) && slots[0] == 16, "what refusals leave");
-  expect(!mlx_h2o_cache_resize_filling(cache, other, HEADS, stages, 1, s), "slots that follow");
+  expect(!mlx_h2o_cache_budgets(slots, &heads, cache) && slots[0] == 16, "what refusals leave");
+  expect(!mlx_h2o_cache_resize(cache, other, HEADS, stages, 1, s), "slots that follow");
   expect(!mlx_h2o_cache_get_options(&got, cache) && got.n_stages == 1, "a stage to come");
   for (int i = 0; i < 3; ++i) {
-    expect(!mlx_h2o_cache_budgets(slots, HEADS, cache) && slots[1] == 14, "slots until then");
+    expect(!mlx_h2o_cache_budgets(slots, &heads, cache) && slots[1] == 14, "slots until then");
     expect(!attend(cache, 1, 10 + i), "a step");
   }
-  expect(!mlx_h2o_cache_budgets(slots, HEADS, cache) && slots[1] == 18, "slots from then on");
+  expect(!mlx_h2o_cache_budgets(slots, &heads, cache) && slots[1] == 18, "slots from then on");
   expect(!mlx_h2o_cache_get_options(&got, cache) && !got.n_stages, "no more stages");
   mlx_h2o_cache_free(cache);
 }
 
 static void keep(const char* message, void* kept) {
   snprintf(kept, PROMPT, "%s", message);
+}
+
+// Messages name the limit that was passed.
+static void limits(mlx_h2o_policy policy) {
+  const int budgets[] = {12, 16}, beyond[] = {0, INT_MAX};
+  const char* mode = NULL;
+  mlx_array mask = mlx_array_new();
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  expect(!mlx_h2o_cache_make(&cache, policy, budgets, HEADS, NULL), "a cache");
+#define SAYS(call, words) \
+  expect((call) && strstr(mlx_h2o_last_error(), words), #call " must say: " words);
+  SAYS(mlx_h2o_cache_make_mask(&mode, &mask, cache, INT_MAX, true, s), "to 1073741824")
+  SAYS(mlx_h2o_cache_pin(NULL, cache, beyond, 1, s), "at most 1073741824")
+  SAYS(mlx_h2o_cache_pin(NULL, cache, NULL, 1, s), "null")
+  SAYS(mlx_h2o_cache_pin(NULL, cache, beyond, 0, s), "The number of spans")
+  SAYS(mlx_h2o_cache_resize(cache, NULL, HEADS, NULL, 0, s), "null")
+  SAYS(mlx_h2o_cache_make(&cache, policy, NULL, HEADS, NULL), "null")
+  SAYS(mlx_h2o_cache_make(&cache, policy, budgets, 0, NULL), "The number of KV heads")
+#undef SAYS
+  mlx_h2o_cache_free(cache);
 }
 
 static void reports(void) {
@@ -276,7 +285,7 @@ int main(int argc, char** argv) {
   expect(mlx_h2o_last_error_code() == MLX_H2O_ERROR_NONE, "no error yet");
   mlx_h2o_policy policy = mlx_h2o_policy_new();
   expect(!mlx_h2o_policy_named(&policy, "salient"), "a policy");
-  expect(!mlx_h2o_policy_set_int(policy, "sink", 2), "sinks");
+  expect(!mlx_h2o_policy_set(policy, "sink", "2"), "sinks");
   // With an argument: only what tests/host_gpu is to see.
   if (argc == 1) {
     reports();
@@ -284,6 +293,7 @@ int main(int argc, char** argv) {
     sizes(policy);
     caches(policy);
     slots_that_follow(policy);
+    limits(policy);
   }
   kernels_of_one(policy);
   mlx_h2o_policy_free(policy);

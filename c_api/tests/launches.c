@@ -38,7 +38,8 @@ static int read_tokens(int count, int query_heads, mlx_stream s) {
     const int q_shape[] = {1, query_heads, tokens, Width}, shape[] = {1, Heads, tokens, Width};
     const mlx_array q = zeros(q_shape, 4, MLX_FLOAT16, s), rows = zeros(shape, 4, MLX_FLOAT16, s);
     mlx_array out = mlx_array_new();
-    status = mlx_h2o_cache_update_and_attend(&out, cache, q, rows, rows, 0.125f, kNone, s) ||
+    status = mlx_h2o_cache_update_and_attend(
+                 &out, cache, q, rows, rows, 0.125f, "causal", kNone, kNone, s) ||
         mlx_array_eval(out);
     mlx_array_free(out), mlx_array_free(q), mlx_array_free(rows);
   }

@@ -62,9 +62,8 @@ static void attend(
     int token, float* res) {
   mlx_array q = rows(Hq, tokens, seed, -1), k = rows(Hk, tokens, seed + 1, other);
   mlx_array v = rows(Hk, tokens, seed + 2, other), out = mlx_array_new(), flat = mlx_array_new();
-  const int status = mode
-      ? mlx_h2o_cache_update_and_attend_masked(&out, cache, q, k, v, 0.2f, mode, given, kNone, s)
-      : mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, kNone, s);
+  const int status = mlx_h2o_cache_update_and_attend(
+      &out, cache, q, k, v, 0.2f, mode ? mode : "causal", mode ? given : kNone, kNone, s);
   expect(!status && !mlx_contiguous(&flat, out, false, s) && !mlx_array_eval(flat), "a step");
   for (int h = 0; res && !status && h < Hq; ++h)
     memcpy(res + h * D, mlx_array_data_float32(flat) + (h * tokens + token) * D, D * sizeof *res);
@@ -130,10 +129,10 @@ static void wrong_masks(void) {
       !mlx_astype(&whole, few, MLX_INT32, s) &&
           !mlx_slice(&cut, few, start, 2, stop, 2, steps, 2, s),
       "masks");
-#define REFUSED(mode, m)                                                                       \
-  expect(                                                                                      \
-      mlx_h2o_cache_update_and_attend_masked(&out, cache, q, k, k, 0.2f, mode, m, kNone, s) && \
-          mlx_h2o_last_error_code() == MLX_H2O_ERROR_ARGUMENT,                                 \
+#define REFUSED(mode, m)                                                                \
+  expect(                                                                               \
+      mlx_h2o_cache_update_and_attend(&out, cache, q, k, k, 0.2f, mode, m, kNone, s) && \
+          mlx_h2o_last_error_code() == MLX_H2O_ERROR_ARGUMENT,                          \
       "a mask is refused: " mode)
   REFUSED("array", whole);
   REFUSED("array", cut);
@@ -200,7 +199,9 @@ static void rows_as_they_came(void) {
   mlx_array out = mlx_array_new(), held[3] = {mlx_array_new(), mlx_array_new(), mlx_array_new()};
   expect(mlx_h2o_cache_rows(&held[0], &held[1], &held[2], cache, s), "no rows yet");
   expect(mlx_h2o_last_error_code() == MLX_H2O_ERROR_STATE, "since none came");
-  expect(!mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, kNone, s), "a prompt");
+  expect(
+      !mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, "causal", kNone, kNone, s),
+      "a prompt");
   expect(!mlx_h2o_cache_rows(&held[0], &held[1], &held[2], cache, s), "rows");
   const mlx_array came[] = {k, v};
   for (int i = 0; i < 2; ++i) {

@@ -1,5 +1,6 @@
 // Policies of a program's own, chunks that are shortened, pins that are missed, and rows handed out
 // without a copy (tests/conformance/test_c_api.py). Ends with 0, or with 1 and what was otherwise.
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +30,8 @@ static mlx_array rows(int heads, int from, int to, uint64_t seed) {
 static int attend(mlx_h2o_cache cache, int from, int to, uint64_t seed, double* sum) {
   mlx_array q = rows(Hq, from, to, seed), k = rows(Hk, from, to, seed + 10);
   mlx_array v = rows(Hk, from, to, seed + 20), out = mlx_array_new(), flat = mlx_array_new();
-  const int status = mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, kNone, s) ||
+  const int status =
+      mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, "causal", kNone, kNone, s) ||
       mlx_contiguous(&flat, out, false, s) || mlx_array_eval(flat);
   for (int i = 0; !status && i < Hq * (to - from) * D; ++i)
     *sum = *sum * 1.0001 + mlx_array_data_float32(flat)[i];
@@ -66,25 +68,25 @@ typedef struct Own_ {
 } Own;
 
 static int sum_mass(
-    void* context, mlx_array* res, const mlx_array scores, const mlx_h2o_observation seen,
+    void* context, mlx_array* res, const mlx_array scores, const mlx_h2o_observation* seen,
     const mlx_stream stream) {
   ++((Own*)context)->accumulated;
-  if (!seen.stands_for.ctx) return mlx_add(res, scores, seen.mass, stream);
+  if (!seen->stands_for.ctx) return mlx_add(res, scores, seen->mass, stream);
   mlx_array mass = mlx_array_new();
-  const int status =
-      mlx_multiply(&mass, seen.mass, seen.stands_for, stream) || mlx_add(res, scores, mass, stream);
+  const int status = mlx_multiply(&mass, seen->mass, seen->stands_for, stream) ||
+      mlx_add(res, scores, mass, stream);
   mlx_array_free(mass);
   return status;
 }
 
 static int by_score(
-    void* context, mlx_array* res, const mlx_h2o_slots slots, const mlx_stream stream) {
+    void* context, mlx_array* res, const mlx_h2o_slots* slots, const mlx_stream stream) {
   Own* own = context;
   (void)stream;
   ++own->ranked;
   if (own->fails == 1) return 5;
   if (own->fails == 3) return 0;
-  return mlx_array_set(res, own->fails == 2 ? slots.keys : slots.scores);
+  return mlx_array_set(res, own->fails == 2 ? slots->keys : slots->scores);
 }
 
 static void destroy(void* context) {
@@ -118,13 +120,19 @@ static void as_h2o(bool sums) {
   // Saved, and gone on with.
   expect(!mlx_h2o_cache_arrays(&arrays, &settings, a, s), "arrays");
   expect(
-      mlx_h2o_cache_restore(&back, arrays, mlx_string_data(settings), s) &&
+      mlx_h2o_cache_restore(&back, mlx_h2o_policy_new(), arrays, mlx_string_data(settings), s) &&
           mlx_h2o_last_error_code() == MLX_H2O_ERROR_SAVED,
       "a policy that is not known");
   expect(
-      mlx_h2o_cache_restore_own(&back, h2o, arrays, mlx_string_data(settings), s) && !back.ctx,
+      mlx_h2o_cache_restore(&back, h2o, arrays, mlx_string_data(settings), s) && !back.ctx,
       "another policy");
-  expect(!mlx_h2o_cache_restore_own(&back, mine, arrays, mlx_string_data(settings), s), "it");
+  expect(
+      !mlx_h2o_cache_arrays(&arrays, &settings, b, s) &&
+          mlx_h2o_cache_restore(&back, h2o, arrays, mlx_string_data(settings), s) && !back.ctx &&
+          mlx_h2o_last_error_code() == MLX_H2O_ERROR_ARGUMENT,
+      "a policy of the library's is none of one's own");
+  expect(!mlx_h2o_cache_arrays(&arrays, &settings, a, s), "arrays");
+  expect(!mlx_h2o_cache_restore(&back, mine, arrays, mlx_string_data(settings), s), "it");
   expect(!mlx_h2o_cache_use_kernels(back, false), "plain");
   x = y = 0;
   expect(!attend(back, 3, 4, 7, &x) && !attend(b, 3, 4, 7, &y) && x == y, "a step after that");
@@ -158,11 +166,71 @@ static void failing(void) {
   expect(mlx_h2o_policy_own(&policy, "mine", NULL), "no functions");
   wrong.priority = NULL;
   expect(mlx_h2o_policy_own(&policy, "mine", &wrong), "no priority");
-  wrong = f, wrong.size = 8;
+  wrong = f, wrong.size = offsetof(mlx_h2o_policy_functions, priority);
   expect(mlx_h2o_policy_own(&policy, "mine", &wrong), "no size");
   wrong = f, wrong.needs_attention = false;
   expect(mlx_h2o_policy_own(&policy, "mine", &wrong) && !policy.ctx, "scores without attention");
   expect(!own.destroyed, "what failed destroys nothing");
+  // A program of before there was `destroy`, and one of a later version.
+  wrong = f, wrong.size = offsetof(mlx_h2o_policy_functions, destroy);
+  expect(!mlx_h2o_policy_own(&policy, "mine", &wrong), "fewer functions");
+  struct {
+    mlx_h2o_policy_functions known;
+    void (*later)(void*);
+  } more = {f, NULL};
+  more.known.size = sizeof more;
+  expect(!mlx_h2o_policy_own(&policy, "mine", &more.known), "a later function, which is NULL");
+  more.later = destroy;
+  expect(mlx_h2o_policy_own(&policy, "mine", &more.known), "a later function");
+  mlx_h2o_policy_free(policy);
+  expect(own.destroyed == 1, "where the struct ends before `destroy` nothing is destroyed");
+}
+
+// A cache that a function broke, be it in a step or between steps, gives and takes nothing more.
+static void broken(bool in_step) {
+  Own own = {0};
+  double x = 0;
+  const int few[] = {16, 16}, span[] = {30, 32};
+  mlx_h2o_policy mine = own_policy(&own, true);
+  mlx_h2o_cache cache = made(mine, 2), twin = mlx_h2o_cache_new();
+  mlx_map_string_to_array arrays = mlx_map_string_to_array_new();
+  mlx_string settings = mlx_string_new();
+  mlx_array kept = mlx_array_new();
+  const char* mode = NULL;
+  expect(!attend(cache, 0, 40, 1, &x) && !attend(cache, 40, 41, 1, &x), "a prompt and a step");
+  own.fails = 1;
+  expect(
+      in_step ? attend(cache, 41, 42, 1, &x) : mlx_h2o_cache_resize(cache, few, Hk, NULL, 0, s),
+      "fails");
+  expect(mlx_h2o_last_error_code() == MLX_H2O_ERROR_PROGRAM, "by the program");
+  own.fails = 0;
+#define BROKEN(call) \
+  expect((call) && mlx_h2o_last_error_code() == MLX_H2O_ERROR_STATE, "broken for " #call);
+  BROKEN(attend(cache, 42, 43, 1, &x))
+  BROKEN(mlx_h2o_cache_arrays(&arrays, &settings, cache, s))
+  BROKEN(mlx_h2o_cache_copy(&twin, cache, s))
+  BROKEN(mlx_h2o_cache_kept(&kept, cache, s))
+  BROKEN(mlx_h2o_cache_trim(cache, 1, s))
+  BROKEN(mlx_h2o_cache_resize(cache, few, Hk, NULL, 0, s))
+  BROKEN(mlx_h2o_cache_pin(NULL, cache, span, 1, s))
+  BROKEN(mlx_h2o_cache_make_mask(&mode, &kept, cache, 3, true, s))
+#undef BROKEN
+  mlx_map_string_to_array_free(arrays), mlx_string_free(settings), mlx_array_free(kept);
+  mlx_h2o_policy_free(mine), mlx_h2o_cache_free(cache), mlx_h2o_cache_free(twin);
+}
+
+// A file says a policy by its name, so that no policy of one's own may have one of the library's.
+static void names_that_are_taken(void) {
+  const char* const names[] = {"h2o", "salient", "paper", "h2o-paper", "ema-logits", "snapkv"};
+  mlx_h2o_policy policy = mlx_h2o_policy_new();
+  Own own = {0};
+  const mlx_h2o_policy_functions f = {sizeof f, true, &own, NULL, by_score, destroy};
+  for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
+    expect(
+        mlx_h2o_policy_own(&policy, names[i], &f) && !policy.ctx &&
+            mlx_h2o_last_error_code() == MLX_H2O_ERROR_SETTINGS,
+        names[i]);
+  expect(!own.destroyed, "what was refused destroys nothing");
 }
 
 // -- undo across a chunk's end, and pins ----------------------------------------------------------
@@ -200,16 +268,17 @@ static void missed_pins(void) {
   mlx_array kept = mlx_array_new(), flat = mlx_array_new();
   expect(!mlx_h2o_policy_named(&policy, "h2o"), "h2o");
   mlx_h2o_cache cache = made(policy, 0);
-  expect(!mlx_h2o_cache_missing_count(&count, cache) && !count, "none yet");
+  expect(!mlx_h2o_cache_missing(NULL, &count, cache) && !count, "none yet");
   expect(!attend(cache, 0, 50, 1, &x), "a prompt");
   expect(!mlx_h2o_cache_kept(&kept, cache, s), "kept");
   expect(!mlx_contiguous(&flat, kept, false, s) && !mlx_array_eval(flat), "kept");
   memcpy(held, mlx_array_data_int32(flat), sizeof held);
   const int span[] = {20, 26};
   expect(!mlx_h2o_cache_pin(&missing, cache, span, 1, s), "pins");
-  expect(!mlx_h2o_cache_missing_count(&count, cache) && count <= 6, "how many spans");
-  expect(!mlx_h2o_cache_missing(spans, count, cache), "which");
-  expect(mlx_h2o_cache_missing(spans, count + 1, cache), "no more");
+  expect(!mlx_h2o_cache_missing(NULL, &count, cache) && count <= 6, "how many spans");
+  expect(!mlx_h2o_cache_missing(spans, &count, cache), "which");
+  size_t more = count + 1;
+  expect(mlx_h2o_cache_missing(spans, &more, cache), "no more");
   int told = 0;
   for (int p = 0; p < 50; ++p) {
     int holding = 0;
@@ -236,7 +305,7 @@ static void views(void) {
   int steps = 0, small = 0;
   expect(
       !mlx_h2o_policy_named(&policy, "streaming") &&
-          !mlx_h2o_policy_set_int(policy, "evict_every", 64) &&
+          !mlx_h2o_policy_set(policy, "evict_every", "64") &&
           !mlx_h2o_cache_make(&cache, policy, budgets, Hk, &options),
       "a cache");
   for (int i = 0; i < MOST + 150; ++i) {
@@ -269,6 +338,8 @@ int main(void) {
   as_h2o(true);
   as_h2o(false);
   failing();
+  broken(true), broken(false);
+  names_that_are_taken();
   shortened("salient"), shortened("tova"), shortened("keydiff");
   missed_pins();
   views();

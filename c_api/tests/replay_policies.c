@@ -30,6 +30,7 @@ void replay_selection(Replay* r) {
   int recent;
   TRY(mlx_h2o_policy_recent_slots(&recent, policy, N));
   mlx_h2o_slots slots = {
+      sizeof slots,
       tensor(r, K, k_shape, 4, MLX_FLOAT32, 0),
       tensor(r, V, v_shape, 4, MLX_FLOAT32, 0),
       golden(r, "in", "positions"),
@@ -42,16 +43,16 @@ void replay_selection(Replay* r) {
       &slots.evictable, slots.positions, slots.offset, int_of(c, "policy.sink"), recent, r->s));
   mlx_array priority = kNone, chosen = kNone, mass = golden(r, "in", "window_mass");
   if (!strcmp(kind, "kept")) {
-    TRY(mlx_h2o_prompt_priority(&priority, policy, slots, mass, r->s));
+    TRY(mlx_h2o_prompt_priority(&priority, policy, &slots, mass, r->s));
     expect(r, "priority", priority);
     TRY(mlx_h2o_select_kept(
         &chosen, priority, slots.positions, slots.evictable, count, per_layer, r->s));
     expect(r, "kept", chosen);
-    TRY(mlx_h2o_compress_prompt(&chosen, policy, slots, mass, count, r->s));
+    TRY(mlx_h2o_compress_prompt(&chosen, policy, &slots, mass, count, r->s));
     expect(r, "kept", chosen);
   } else {
     if (strcmp(kind, "extremes")) {
-      TRY(mlx_h2o_priority(&priority, policy, slots, r->s));
+      TRY(mlx_h2o_priority(&priority, policy, &slots, r->s));
       expect(r, "priority", priority);
     } else {
       priority = golden(r, "in", "priority");

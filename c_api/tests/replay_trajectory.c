@@ -41,7 +41,7 @@ static mlx_h2o_cache_options options_of(Case* c, int kv_heads) {
 static bool rope_of(Case* c, mlx_h2o_rope* rope) {
   if (!text_or_null(c, "cache.rope.dims")) return false;
   *rope = (mlx_h2o_rope){
-      int_of(c, "cache.rope.dims"), (float)number_of(c, "cache.rope.base"),
+      sizeof *rope, int_of(c, "cache.rope.dims"), (float)number_of(c, "cache.rope.base"),
       (float)number_of(c, "cache.rope.scale"), flag_of(c, "cache.rope.traditional")};
   return true;
 }
@@ -131,7 +131,8 @@ static float* call(const Replay* r, const Trajectory* t, Layer* layer, int L) {
   mlx_array k = rows_of(r, layer->k, t->B, t->Hk, t->T, t->D, first, L);
   mlx_array v = rows_of(r, layer->v, t->B, t->Hk, t->T, t->Dv, first, L), out = kNone;
   if (t->attending) {
-    TRY(mlx_h2o_cache_update_and_attend(&out, layer->cache, q, k, v, t->scale, layer->sinks, r->s));
+    TRY(mlx_h2o_cache_update_and_attend(
+        &out, layer->cache, q, k, v, t->scale, "causal", kNone, layer->sinks, r->s));
   } else {
     mlx_array mask = kNone;
     TRY(mlx_h2o_cache_update_and_fetch(&k, &v, &mask, layer->cache, k, v, r->s));

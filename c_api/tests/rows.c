@@ -90,7 +90,7 @@ static double taken(mlx_h2o_cache cache, int layer, int first, int tokens) {
   mlx_array q = numbers(Hq, tokens, seed), k = numbers(Hk, tokens, seed + 1);
   mlx_array v = numbers(Hk, tokens, seed + 2), out = mlx_array_new(), flat = mlx_array_new();
   expect(
-      !mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, kNone, s) &&
+      !mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.2f, "causal", kNone, kNone, s) &&
           !mlx_contiguous(&flat, out, false, s) && !mlx_array_eval(flat),
       "a step");
   const float* data = mlx_array_data_float32(flat);

@@ -63,7 +63,7 @@ static int step(mlx_array* out, mlx_h2o_cache cache, mlx_map_string_to_array all
   int status;
   if (options.attending) {
     q = token(all, "in.q", i);
-    status = mlx_h2o_cache_update_and_attend(out, cache, q, k, v, 0.2f, kNone, s);
+    status = mlx_h2o_cache_update_and_attend(out, cache, q, k, v, 0.2f, "causal", kNone, kNone, s);
   } else {
     mlx_array values = mlx_array_new(), mask = mlx_array_new();
     status = mlx_h2o_cache_update_and_fetch(out, &values, &mask, cache, k, v, s);
@@ -105,7 +105,7 @@ int main(int argc, char** argv) {
   mlx_map_string_to_array held = of_cache(all);
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   mlx_array out = mlx_array_new();
-  const int status = mlx_h2o_cache_restore(&cache, held, settings, s);
+  const int status = mlx_h2o_cache_restore(&cache, mlx_h2o_policy_new(), held, settings, s);
   int wrong = 0;
   if (status && refuse) {
     printf("refused: %s\n", mlx_h2o_last_error());

@@ -48,8 +48,8 @@ static void converse(Outcome* res, mlx_h2o_policy policy) {
     mlx_array q = rows(GROUP * HEADS, tokens, 3 * i + 1), k = rows(HEADS, tokens, 3 * i + 2);
     mlx_array v = rows(HEADS, tokens, 3 * i + 3);
     res->outs[i] = mlx_array_new();
-    const int status =
-        mlx_h2o_cache_update_and_attend(&res->outs[i], cache, q, k, v, 0.2f, kNone, s);
+    const int status = mlx_h2o_cache_update_and_attend(
+        &res->outs[i], cache, q, k, v, 0.2f, "causal", kNone, kNone, s);
     expect(!status && !mlx_array_eval(res->outs[i]), "attention");
     mlx_array_free(q), mlx_array_free(k), mlx_array_free(v);
   }

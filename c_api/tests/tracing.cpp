@@ -18,7 +18,8 @@ int main() {
     mx::array rows = in[0], out = in[0];
     mlx_array handle{&rows}, result{&out};
     const int status = mlx_h2o_cache_update_and_attend(
-        &result, cache, handle, handle, handle, 1, mlx_array{nullptr}, s);
+        &result, cache, handle, handle, handle, 1, "causal", mlx_array{nullptr}, mlx_array{nullptr},
+        s);
     ++(status ? refused : worked);
     return std::vector<mx::array>{out};
   };

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
+from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.cli import main
 from mlx_h2o.compression import compress
@@ -251,6 +252,11 @@ def test_the_command_writes_a_cache_that_generate_goes_on_from(tmp_path, capsys)
     assert told["kv_bytes"] < told["full_bytes"]
     cache, metadata = mlx_h2o.load_prompt_cache(out, return_metadata=True)
     assert metadata["compressed"] == "50%"
+    # A chat goes on with it, here and in Swift.
+    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
+    dialogue = Dialogue(model, tokenizer, lambda: mlx_h2o.make_prompt_cache(model, max_size=64))
+    dialogue.load(out, "builtin:recall-4m")
+    assert len(dialogue.tokens) == told["tokens"]
     assert cache[0].offset == told["tokens"]
     resumed = [
         "generate",

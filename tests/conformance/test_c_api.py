@@ -17,10 +17,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from covering import STEP
 from golden.numbers import bell
-from mlx_h2o import H2OKVCache, Spill
+from mlx_h2o import H2OKVCache, Spill, load_prompt_cache, save_prompt_cache
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.models.make import spill_to
@@ -371,6 +372,36 @@ def test_what_no_cache_saved_is_refused(
 
 
 @pytest.mark.few(7)
+@over_both
+def test_prompt_cache_files_are_those_of_python(engine: Path, tmp_path: Path) -> None:
+    """Each language reads what the other wrote, with the texts kept beside the caches."""
+    caches = [begun(name) for name in SAVED]
+    texts = {"title": 'über "x"\n\t', "\U0001f600": "{}"}
+    save_prompt_cache(tmp_path / "in.safetensors", caches, texts)
+    files = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    succeed(engine / "tests" / "files", "copy", *files, len(caches))
+    loaded, kept = load_prompt_cache(files[1], return_metadata=True)
+    assert kept == texts
+    last = rows_of(20, 4, 1), rows_of(21, 2, 1), rows_of(22, 2, 1)
+    for ours, theirs in zip(caches, loaded, strict=True):
+        assert mx.array_equal(taken_in(ours, *last), taken_in(theirs, *last))
+
+
+@over_both
+def test_damaged_prompt_cache_files_are_refused(engine: Path, tmp_path: Path) -> None:
+    """A changed bit or a cut is an error; a write that fails leaves the old file, and no other."""
+    path = tmp_path / "in.safetensors"
+    save_prompt_cache(path, [begun("salient")])
+    succeed(engine / "tests" / "files", "damaged", path, tmp_path / "damaged.safetensors")
+    before = path.read_bytes()
+    succeed(engine / "tests" / "files", "failing", path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
+    save_prompt_cache(path, [KVCache()])
+    done = run(engine / "tests" / "files", "copy", path, path, 1)
+    assert "holds a KVCache" in done.stderr
+
+
 @over_both
 @pytest.mark.parametrize(
     "settings", ["", "{", "[]", "[" * 5000, '{"a": 1e}', "nul", '{"runs": NaN}', '"\\', "1 2"]
@@ -752,6 +783,20 @@ def test_the_first_example_bounds_a_layer(engine: Path) -> None:
     told = succeed(engine / "examples" / "bound")
     assert told.endswith("after 799 tokens\n")
     assert int(told.split()[0]) < 2 * 128 * 2 * 64 * 2
+
+
+@over_both
+def test_a_conversation_is_saved(engine: Path, tmp_path: Path) -> None:
+    """The example of c.md; Python reads its file."""
+    path = tmp_path / "conversation.safetensors"
+    assert succeed(engine / "examples" / "save", path) == "A letter: the same\n"
+    caches, texts = load_prompt_cache(path, return_metadata=True)
+    assert texts == {"title": "A letter"}
+    assert [cache.offset for cache in caches] == [300, 300]
+    program = (ROOT / "c_api" / "examples" / "save.c").read_text()
+    page = (ROOT / "docs" / "reference" / "c.md").read_text()
+    [shown] = [part for part in page.split("```") if "mlx_h2o_save_prompt_cache(file" in part]
+    assert all(line in program for line in shown.strip().splitlines()[1:])
 
 
 @over_both

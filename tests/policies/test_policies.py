@@ -323,6 +323,13 @@ def test_values_out_of_range_are_refused(name, settings, text):
 def test_only_policies_can_be_registered():
     with pytest.raises(ValueError, match=r"must subclass mlx_h2o\.Policy"):
         mlx_h2o.register_policy("stranger")(dict)
+    for name in ("h2o", "paper"):  # saved caches name them
+        with pytest.raises(ValueError, match="choose another name"):
+
+            @mlx_h2o.register_policy(name)
+            class Another(mlx_h2o.Policy):
+                pass
+
     assert "stranger" not in policy_names()
 
 

@@ -5,7 +5,8 @@
 namespace mlx_h2o {
 
 Masking masking(const char* mode, mlx_array mask) {
-  const std::string text = mode ? mode : "";
+  check(mode, "mask_mode is missing: a pointer is null.");
+  const std::string text = mode;
   check(
       text == "" || text == "causal" || text == "array",
       "mask_mode must be \"\", \"causal\" or \"array\"; got \"" + text + "\".");

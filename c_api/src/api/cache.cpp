@@ -1,9 +1,9 @@
 // mlx_h2o.h: a layer's cache.
 #include <algorithm>
-#include <cstring>
 
 #include "../attend.h"
 #include "handles.h"
+#include "sized.h"
 
 namespace mlx_h2o {
 
@@ -15,37 +15,17 @@ constexpr size_t kMostStages = 64;
 
 namespace {
 
-// The options of the program as far as it knows them, and the defaults of the others.
-mlx_h2o_cache_options defaults(size_t size) {
+mlx_h2o_cache_options defaults() {
   mlx_h2o_cache_options options = {};
-  options.size = size;
   options.remainder = options.attending = options.kernels = true;
   options.group_size = 64;
   return options;
 }
 
 // Of the first version, which every program knows.
-constexpr size_t kLeastSize = offsetof(mlx_h2o_cache_options, kernels) + sizeof(bool);
-
-void check_size(size_t size) {
-  check(
-      size >= kLeastSize,
-      "options.size is that of the struct; got " + std::to_string(size) +
-          ": begin with mlx_h2o_cache_options_default().");
-}
-
-mlx_h2o_cache_options complete(const mlx_h2o_cache_options* given) {
-  if (!given) return defaults(sizeof(mlx_h2o_cache_options));
-  check_size(given->size);
-  mlx_h2o_cache_options options = defaults(given->size);
-  const size_t known = std::min(given->size, sizeof options);
-  std::memcpy(&options, given, known);
-  const char* const more = reinterpret_cast<const char*>(given);
-  check(
-      std::all_of(more + known, more + given->size, [](char byte) { return !byte; }),
-      "The program sets options that this version does not have.");
-  return options;
-}
+constexpr size_t kLeastOptions = offsetof(mlx_h2o_cache_options, kernels) + sizeof(bool);
+constexpr size_t kLeastRope = offsetof(mlx_h2o_rope, traditional) + sizeof(bool);
+constexpr size_t kLeastRowTypes = offsetof(mlx_h2o_row_types, value_dtype) + sizeof(mlx_dtype);
 
 // What a call does to a cache, by kernels or not.
 template <class F>
@@ -84,31 +64,8 @@ std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
 
 std::optional<Rope> rope_of(const mlx_h2o_rope* given) {
   if (!given) return std::nullopt;
-  return Rope{given->dims, given->base, given->scale, given->traditional};
-}
-
-Fields fields_of(const mlx_map_string_to_array arrays) {
-  Fields all;
-  const mlx_map_string_to_array_iterator it = mlx_map_string_to_array_iterator_new(arrays);
-  const char* name = nullptr;
-  mlx_array array = mlx_array_new();
-  while (!mlx_map_string_to_array_iterator_next(&name, &array, it)) all.emplace(name, of(array));
-  mlx_array_free(array);
-  mlx_map_string_to_array_iterator_free(it);
-  return all;
-}
-
-// With `own`, unless null, in the place of the saved policy.
-int restore(
-    mlx_h2o_cache* res, const mlx_h2o_policy* own, mlx_map_string_to_array arrays,
-    const char* settings, mlx_stream s) {
-  return guarded_on(s, [&] {
-    wants(res);
-    refuse_tracing();
-    const Policy* const policy = own ? &of(*own) : nullptr;
-    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
-    give(res, Core::restored(fields_of(arrays), settings, policy));
-  });
+  const mlx_h2o_rope rope = complete(*given, mlx_h2o_rope{}, kLeastRope, "rope");
+  return Rope{rope.dims, rope.base, rope.scale, rope.traditional};
 }
 
 void give_if_any(mlx_array* res, const std::optional<mx::array>& value) {
@@ -117,12 +74,23 @@ void give_if_any(mlx_array* res, const std::optional<mx::array>& value) {
   *res = mlx_array_new();
 }
 
-void give_spans(int* res, size_t n_spans, const Spans& spans) {
+// Numbers into a program's place for *n of them; a null place: how many there are, to *n.
+void give_numbers(
+    int* res, size_t* n, const std::vector<int>& numbers, int of_each, const char* what) {
+  check(n, "The number of " + std::string(what) + " is missing: a pointer is null.");
+  const size_t count = numbers.size() / of_each;
+  if (!res) return void(*n = count);
   check(
-      n_spans == spans.size() && (res || spans.empty()),
-      "There are " + std::to_string(spans.size()) + " spans; got place for " +
-          std::to_string(n_spans) + (res ? "." : " and a null pointer."));
-  for (const auto& [first, end] : spans) *res++ = first, *res++ = end;
+      *n == count,
+      "There are " + std::to_string(count) + " " + what + "; got place for " + std::to_string(*n) +
+          ".");
+  std::copy(numbers.begin(), numbers.end(), res);
+}
+
+void give_spans(int* res, size_t* n_spans, const Spans& spans) {
+  std::vector<int> ends;
+  for (const auto& [first, end] : spans) ends.push_back(first), ends.push_back(end);
+  give_numbers(res, n_spans, ends, 2, "spans");
 }
 
 std::vector<Stage> filling_of(const int* filling, size_t n_stages, int heads) {
@@ -149,11 +117,7 @@ extern "C" {
 int mlx_h2o_cache_options_init(mlx_h2o_cache_options* res, size_t size) {
   return guarded([&] {
     wants(res);
-    check_size(size);
-    const mlx_h2o_cache_options options = defaults(size);
-    // Of a later version's struct, fields that this one does not have are 0.
-    std::memset(static_cast<void*>(res), 0, size);
-    std::memcpy(static_cast<void*>(res), &options, std::min(size, sizeof options));
+    fill(res, size, defaults(), kLeastOptions, "options");
   });
 }
 
@@ -171,10 +135,10 @@ int mlx_h2o_cache_make(
     const mlx_h2o_cache_options* given) {
   return guarded([&] {
     wants(res);
-    const mlx_h2o_cache_options options = complete(given);
-    check(
-        budgets && n_kv_heads > 0 && n_kv_heads <= kMostHeads,
-        "A cache needs budgets for 1 to " + std::to_string(kMostHeads) + " KV heads.");
+    const mlx_h2o_cache_options options =
+        given ? complete(*given, defaults(), kLeastOptions, "options") : defaults();
+    check(budgets, "The budgets are missing: a pointer is null.");
+    check_within("The number of KV heads", int64_t(n_kv_heads), 1, kMostHeads);
     CacheSettings settings;
     settings.policy = of(policy);
     settings.budgets.assign(budgets, budgets + n_kv_heads);
@@ -194,10 +158,9 @@ int mlx_h2o_cache_make(
 int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache) {
   return guarded([&] {
     wants(res);
-    check_size(res->size);
     const Held& held = *handle_of(cache);
     const CacheSettings& settings = of(cache).settings();
-    mlx_h2o_cache_options options = defaults(res->size);
+    mlx_h2o_cache_options options = defaults();
     options.remainder = settings.remainder, options.attending = settings.attending;
     options.kernels = settings.kernels, options.undo = settings.undo;
     options.k_bits = settings.packing.k_bits, options.v_bits = settings.packing.v_bits;
@@ -209,7 +172,7 @@ int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache) {
       options.frame_scale = borrowed(settings.frame->scale);
     }
     if (const std::optional<Rope>& rope = settings.rope) {
-      held.rope = {rope->dims, rope->base, rope->scale, rope->traditional};
+      held.rope = {sizeof held.rope, rope->dims, rope->base, rope->scale, rope->traditional};
       options.rope = &held.rope;
     }
     held.filling.clear();
@@ -219,38 +182,16 @@ int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache) {
     }
     options.n_stages = settings.filling.size();
     if (options.n_stages) options.filling = held.filling.data();
-    std::memcpy(static_cast<void*>(res), &options, std::min(res->size, sizeof options));
+    fill(res, res->size, options, kLeastOptions, "options");
   });
 }
 
-int mlx_h2o_cache_policy(mlx_h2o_policy* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    give(res, of(cache).settings().policy);
-  });
+int mlx_h2o_cache_budgets(int* res, size_t* n_kv_heads, const mlx_h2o_cache cache) {
+  return guarded(
+      [&] { give_numbers(res, n_kv_heads, of(cache).settings().budgets, 1, "KV heads"); });
 }
 
-int mlx_h2o_cache_n_kv_heads(size_t* res, const mlx_h2o_cache cache) {
-  return reading(res, cache, [](const Core& core) { return core.heads(); });
-}
-
-int mlx_h2o_cache_budgets(int* res, size_t n_kv_heads, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    const std::vector<int>& budgets = of(cache).settings().budgets;
-    check(
-        n_kv_heads == budgets.size(),
-        "This cache has " + std::to_string(budgets.size()) + " KV heads; got place for " +
-            std::to_string(n_kv_heads) + ".");
-    std::copy(budgets.begin(), budgets.end(), res);
-  });
-}
-
-int mlx_h2o_cache_pin_count(size_t* res, const mlx_h2o_cache cache) {
-  return reading(res, cache, [](const Core& core) { return core.settings().pins.size(); });
-}
-
-int mlx_h2o_cache_pins(int* res, size_t n_spans, const mlx_h2o_cache cache) {
+int mlx_h2o_cache_pins(int* res, size_t* n_spans, const mlx_h2o_cache cache) {
   return guarded([&] { give_spans(res, n_spans, of(cache).settings().pins); });
 }
 
@@ -259,8 +200,15 @@ int mlx_h2o_cache_row_types(mlx_h2o_row_types* res, const mlx_h2o_cache cache) {
     wants(res);
     const std::optional<RowTypes> types = of(cache).row_types();
     check(types.has_value(), "This cache has seen no token.", Blame::state);
-    *res = {types->batch,       int(of(cache).heads()),     types->key_width,
-            types->value_width, dtype_of(types->key_dtype), dtype_of(types->value_dtype)};
+    const mlx_h2o_row_types found = {
+        sizeof found,
+        types->batch,
+        int(of(cache).heads()),
+        types->key_width,
+        types->value_width,
+        dtype_of(types->key_dtype),
+        dtype_of(types->value_dtype)};
+    fill(res, res->size, found, kLeastRowTypes, "row_types");
   });
 }
 
@@ -269,13 +217,6 @@ int mlx_h2o_cache_use_kernels(mlx_h2o_cache cache, bool use) {
 }
 
 int mlx_h2o_cache_update_and_attend(
-    mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
-    const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s) {
-  return mlx_h2o_cache_update_and_attend_masked(
-      out, cache, q, keys, values, scale, "causal", mlx_array_new(), sinks, s);
-}
-
-int mlx_h2o_cache_update_and_attend_masked(
     mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
     const mlx_array values, float scale, const char* mask_mode, const mlx_array mask_arr,
     const mlx_array sinks, const mlx_stream s) {
@@ -292,6 +233,7 @@ int mlx_h2o_cache_make_mask(
     const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(res_mode, res);
+    of(cache).check_whole();
     const Masking mask = of(cache).mask_for(n, as_array);
     give_if_any(res, mask.array);
     *res_mode = mask.array ? "array" : mask.causal ? "causal" : "";
@@ -342,18 +284,14 @@ int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, const mlx_stream
 }
 
 int mlx_h2o_cache_resize(
-    mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const mlx_stream s) {
-  return mlx_h2o_cache_resize_filling(cache, budgets, n_kv_heads, nullptr, 0, s);
-}
-
-int mlx_h2o_cache_resize_filling(
     mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const int* filling, size_t n_stages,
     const mlx_stream s) {
   return changing(cache, s, [&](Core& resized) {
+    check(budgets, "The budgets are missing: a pointer is null.");
     check(
-        budgets && n_kv_heads == resized.heads(),
+        n_kv_heads == resized.heads(),
         "This cache needs budgets for " + std::to_string(resized.heads()) + " KV heads; got " +
-            std::to_string(n_kv_heads) + (budgets ? "." : " and a null pointer."));
+            std::to_string(n_kv_heads) + ".");
     resized.resize({budgets, budgets + n_kv_heads}, filling_of(filling, n_stages, int(n_kv_heads)));
   });
 }
@@ -361,14 +299,16 @@ int mlx_h2o_cache_resize_filling(
 int mlx_h2o_cache_pin(
     int* res_missing, mlx_h2o_cache cache, const int* spans, size_t n_spans, const mlx_stream s) {
   return changing(cache, s, [&](Core& core) {
-    check(spans && n_spans > 0 && n_spans <= kMostSpans, "Pins are 1 to 65536 spans.");
+    check(spans, "The spans are missing: a pointer is null.");
+    check_within("The number of spans", int64_t(n_spans), 1, kMostSpans);
     Spans pins;
     for (size_t i = 0; i < n_spans; ++i) {
       const int first = spans[2 * i], end = spans[2 * i + 1];
       check(
           first >= 0 && first < end && end <= kMostTokens,
-          "A span is a first position and one past the last, above it; got " +
-              std::to_string(first) + " and " + std::to_string(end) + ".");
+          "A span is a first position and one past the last, above it and at most " +
+              std::to_string(kMostTokens) + "; got " + std::to_string(first) + " and " +
+              std::to_string(end) + ".");
       pins.emplace_back(first, end);
     }
     const int missing = core.pin(std::move(pins));
@@ -417,35 +357,23 @@ int mlx_h2o_cache_arrays(
   return changing(cache, s, [&](Core& core) {
     wants(res, res_settings);
     const auto [arrays, settings] = core.saved();
-    const mlx_map_string_to_array all = mlx_map_string_to_array_new();
-    int status = 0;
-    for (const auto& [name, array] : arrays)
-      status = status || mlx_map_string_to_array_insert(all, name.c_str(), borrowed(array));
-    const mlx_string text = mlx_string_new_data(settings.c_str());
-    status = status || mlx_map_string_to_array_set(res, all) || mlx_string_set(res_settings, text);
-    mlx_map_string_to_array_free(all);
-    mlx_string_free(text);
-    check(!status, "MLX could not list the arrays.", Blame::internal);
+    give(res, arrays);
+    give(res_settings, settings);
   });
 }
 
 int mlx_h2o_cache_restore(
-    mlx_h2o_cache* res, const mlx_map_string_to_array arrays, const char* settings,
-    const mlx_stream s) {
-  return restore(res, nullptr, arrays, settings, s);
-}
-
-int mlx_h2o_cache_restore_own(
     mlx_h2o_cache* res, const mlx_h2o_policy policy, const mlx_map_string_to_array arrays,
     const char* settings, const mlx_stream s) {
-  return restore(res, &policy, arrays, settings, s);
+  return guarded_on(s, [&] {
+    wants(res);
+    refuse_tracing();
+    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
+    give(res, Core::restored(fields_of(arrays), settings, own_of(policy)));
+  });
 }
 
-int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache) {
-  return reading(res, cache, [](const Core& core) { return core.missing().size(); });
-}
-
-int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache) {
+int mlx_h2o_cache_missing(int* res, size_t* n_spans, const mlx_h2o_cache cache) {
   return guarded([&] { give_spans(res, n_spans, of(cache).missing()); });
 }
 
@@ -456,6 +384,7 @@ int mlx_h2o_cache_is_fused(bool* res, const mlx_h2o_cache cache) {
 int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache) {
   return guarded([&] {
     wants(res);
+    of(cache).check_whole();
     const std::vector<mx::array> all = of(cache).newest();
     const mlx_vector_array held = listed(all);
     const int status = mlx_vector_array_set(res, held);

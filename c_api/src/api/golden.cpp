@@ -132,7 +132,7 @@ int mlx_h2o_remainder_rows(
 }
 
 int mlx_h2o_priority(
-    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots, const mlx_stream s) {
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots* slots, const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(res);
     Operands operands;
@@ -141,7 +141,7 @@ int mlx_h2o_priority(
 }
 
 int mlx_h2o_prompt_priority(
-    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots,
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots* slots,
     const mlx_array window_mass, const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(res);

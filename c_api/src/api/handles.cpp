@@ -1,10 +1,23 @@
 #include "handles.h"
 
+#include "sized.h"
+
 namespace mlx_h2o {
 
 Policy& of(mlx_h2o_policy handle) {
   check(handle.ctx, "The policy is missing: a handle is empty.");
   return *static_cast<Policy*>(handle.ctx);
+}
+
+const Policy* own_of(mlx_h2o_policy handle) {
+  if (!handle.ctx) return nullptr;
+  const Policy& policy = of(handle);
+  check(
+      bool(policy.own),
+      "Policy " + policy.name +
+          " is of the library, which the settings name: a policy is given only where it is of the "
+          "program's own.");
+  return &policy;
 }
 
 Core& of(mlx_h2o_cache handle) {
@@ -26,9 +39,39 @@ void give(mlx_h2o_policy* res, Policy policy) {
     res->ctx = new Policy(std::move(policy));
 }
 
+void give(mlx_string* res, const std::string& words) {
+  const mlx_string text = mlx_string_new_data(words.c_str());
+  const int status = mlx_string_set(res, text);
+  mlx_string_free(text);
+  check(!status, "MLX could not hand over a text.", Blame::internal);
+}
+
+void give(mlx_map_string_to_array* res, const Fields& arrays) {
+  const mlx_map_string_to_array all = mlx_map_string_to_array_new();
+  int status = 0;
+  for (const auto& [name, array] : arrays)
+    status = status || mlx_map_string_to_array_insert(all, name.c_str(), borrowed(array));
+  status = status || mlx_map_string_to_array_set(res, all);
+  mlx_map_string_to_array_free(all);
+  check(!status, "MLX could not list the arrays.", Blame::internal);
+}
+
+Fields fields_of(const mlx_map_string_to_array arrays) {
+  Fields all;
+  const mlx_map_string_to_array_iterator it = mlx_map_string_to_array_iterator_new(arrays);
+  const char* name = nullptr;
+  mlx_array array = mlx_array_new();
+  while (!mlx_map_string_to_array_iterator_next(&name, &array, it)) all.emplace(name, of(array));
+  mlx_array_free(array);
+  mlx_map_string_to_array_iterator_free(it);
+  return all;
+}
+
 Core& changed(mlx_h2o_cache handle) {
   refuse_tracing();
-  return of(handle);
+  Core& cache = of(handle);
+  cache.check_whole();
+  return cache;
 }
 
 Remainder of(mlx_h2o_remainder handles, Operands& operands) {
@@ -55,7 +98,10 @@ void give(mlx_h2o_remainder* res, const Remainder& value) {
   give(&res->mean_value, value.mean_value);
 }
 
-Slots of(const mlx_h2o_slots& slots, const Policy& policy, Operands& operands) {
+Slots of(const mlx_h2o_slots* given, const Policy& policy, Operands& operands) {
+  check(given, "The slots are missing: a pointer is null.");
+  constexpr size_t least = offsetof(mlx_h2o_slots, evicted) + sizeof(int);
+  const mlx_h2o_slots slots = complete(*given, mlx_h2o_slots{}, least, "slots");
   const mx::array keys = operands.take("keys", slots.keys, "B Hk N D", Kind::floating);
   const mx::array values = operands.take("values", slots.values, "B Hk N Dv", Kind::floating);
   const mx::array positions = operands.take("positions", slots.positions, "B Hk N", Kind::int32);

@@ -20,13 +20,19 @@ inline Held* handle_of(mlx_h2o_cache handle) {
 // Has the handle stand for this cache, and no longer for the one that it stood for.
 void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache);
 void give(mlx_h2o_policy* res, Policy policy);
+void give(mlx_string* res, const std::string& words);
+void give(mlx_map_string_to_array* res, const Fields& arrays);
+Fields fields_of(const mlx_map_string_to_array arrays);
 // What a handle of a conversation's file points to. Raises for an empty one.
 const std::shared_ptr<ConversationRows>& of(mlx_h2o_spill handle);
+
+// A policy of a program's own; null for an empty handle. Raises for one of the library's.
+const Policy* own_of(mlx_h2o_policy handle);
 
 // What a handle stands for. Raise for an empty one.
 Policy& of(mlx_h2o_policy handle);
 Core& of(mlx_h2o_cache handle);
-// One that the call changes, be it only where its arrays are.
+// One that the call changes, be it only where its arrays are. Raises for one that is broken.
 Core& changed(mlx_h2o_cache handle);
 
 // Its axes are B, Hk, D and Dv.
@@ -39,7 +45,7 @@ void give(mlx_h2o_remainder* res, const Remainder& value);
 Masking masking(const char* mode, mlx_array mask);
 
 // Its axes are B, Hk, N, D and Dv.
-Slots of(const mlx_h2o_slots& slots, const Policy& policy, Operands& operands);
+Slots of(const mlx_h2o_slots* given, const Policy& policy, Operands& operands);
 // What the slots of a prompt are worth [B, Hk, N].
 mx::array prompt_priority(
     const Policy& policy, const Slots& seen, mlx_array window_mass, Operands& operands);

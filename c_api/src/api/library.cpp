@@ -42,10 +42,7 @@ int mlx_h2o_set_notice(mlx_h2o_notice notice, void* context) {
 int mlx_h2o_verdicts(mlx_string* res) {
   return guarded([&] {
     wants(res);
-    const mlx_string text = mlx_string_new_data(Json(verdicts()).text().c_str());
-    const int status = mlx_string_set(res, text);
-    mlx_string_free(text);
-    check(!status, "MLX could not hand over a text.", Blame::internal);
+    give(res, Json(verdicts()).text());
   });
 }
 

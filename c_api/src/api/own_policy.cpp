@@ -1,9 +1,13 @@
 // mlx_h2o.h: policies of a program's own.
 #include "handles.h"
+#include "sized.h"
 
 namespace mlx_h2o {
 
 namespace {
+
+// Of the first version, which every program knows; functions behind it may be missing.
+constexpr size_t kLeastFunctions = offsetof(mlx_h2o_policy_functions, priority) + sizeof(void*);
 
 // A handle that a function of the program fills.
 struct Result {
@@ -31,15 +35,16 @@ class OwnFunctions : public OwnPolicy {
   mx::array accumulate(const mx::array& scores, const Observation& seen) const override {
     const mx::array mass = seen.total_mass();
     const mlx_h2o_observation given = {
-        borrowed(*seen.logits), borrowed(*seen.lse), borrowed(mass),
+        sizeof given, borrowed(*seen.logits), borrowed(*seen.lse), borrowed(mass),
         seen.stands_for ? borrowed(*seen.stands_for) : mlx_array_new()};
     return checked(scores.shape(), "accumulate", [&](mlx_array* res, mlx_stream s) {
-      return functions_.accumulate(functions_.context, res, borrowed(scores), given, s);
+      return functions_.accumulate(functions_.context, res, borrowed(scores), &given, s);
     });
   }
 
   mx::array priority(const Slots& slots) const override {
     const mlx_h2o_slots given = {
+        sizeof given,
         borrowed(slots.keys),
         borrowed(slots.values),
         borrowed(slots.positions),
@@ -49,7 +54,7 @@ class OwnFunctions : public OwnPolicy {
         slots.offset,
         slots.evicted};
     return checked(slots.positions.shape(), "priority", [&](mlx_array* res, mlx_stream s) {
-      return functions_.priority(functions_.context, res, given, s);
+      return functions_.priority(functions_.context, res, &given, s);
     });
   }
 
@@ -81,18 +86,25 @@ using namespace mlx_h2o;
 extern "C" {
 
 int mlx_h2o_policy_own(
-    mlx_h2o_policy* res, const char* name, const mlx_h2o_policy_functions* functions) {
+    mlx_h2o_policy* res, const char* name, const mlx_h2o_policy_functions* given) {
   return guarded([&] {
     wants(res);
+    check(name && *name && given, "A policy of your own has a name and functions.");
     check(
-        name && *name && functions && functions->size >= sizeof *functions && functions->priority,
-        "A policy of your own has a name, and functions with their size and a priority.");
+        !Policy::is_built_in(name),
+        std::string("Policy ") + name +
+            " is one of the library's, and saved caches would go on with that: choose another "
+            "name.",
+        Blame::settings);
+    const auto functions =
+        complete(*given, mlx_h2o_policy_functions{}, kLeastFunctions, "functions");
+    check(functions.priority, "A policy of your own needs the function priority.");
     check(
-        functions->needs_attention || !functions->accumulate,
+        functions.needs_attention || !functions.accumulate,
         "A policy that accumulates scores needs attention.");
     Policy policy{name, PolicyKind::own};
-    policy.windowed = functions->needs_attention;
-    policy.own = std::make_shared<OwnFunctions>(*functions);
+    policy.windowed = functions.needs_attention;
+    policy.own = std::make_shared<OwnFunctions>(functions);
     give(res, std::move(policy));
   });
 }

@@ -1,12 +1,12 @@
 // mlx_h2o.h: a file of all rows.
 #include <algorithm>
-#include <cstring>
 
 #include "../evaluation.h"
 #include "../operands.h"
 #include "../step.h"
 #include "handles.h"
 #include "mlx_h2o_golden.h"
+#include "sized.h"
 
 namespace mlx_h2o {
 
@@ -24,37 +24,20 @@ Spill& spill_of(mlx_h2o_spill handle) {
 }
 
 // Of the first version, which every program knows.
-constexpr size_t kLeastSize = offsetof(mlx_h2o_returns, ahead) + sizeof(int);
+constexpr size_t kLeastReturns = offsetof(mlx_h2o_returns, ahead) + sizeof(int);
 
-void check_size(size_t size) {
-  check(
-      size >= kLeastSize,
-      "returns.size is that of the struct; got " + std::to_string(size) +
-          ": begin with mlx_h2o_returns_default().");
-}
-
-mlx_h2o_returns defaults(size_t size) {
+mlx_h2o_returns usual_returns() {
   const Returns usual;
   mlx_h2o_returns returns = {};
-  returns.size = size;
   returns.every = usual.every, returns.window = usual.window, returns.pages = usual.pages;
   returns.rows = usual.rows, returns.room = usual.room, returns.ahead = usual.ahead;
   return returns;
 }
 
-// Fields behind those of this version are 0.
-void check_unknown(const void* given, size_t known, size_t size, const char* name) {
-  const char* const all = static_cast<const char*>(given);
-  check(
-      std::all_of(all + std::min(size, known), all + size, [](char byte) { return !byte; }),
-      std::string("The program sets ") + name + " that this version does not have.");
-}
-
 Returns returns_of(const mlx_h2o_returns* given) {
   if (!given) return {};
-  check_size(given->size);
-  check_unknown(given, sizeof *given, given->size, "returns");
-  return {given->every, given->window, given->pages, given->rows, given->room, given->ahead};
+  const mlx_h2o_returns returns = complete(*given, usual_returns(), kLeastReturns, "returns");
+  return {returns.every, returns.window, returns.pages, returns.rows, returns.room, returns.ahead};
 }
 
 }  // namespace
@@ -72,10 +55,7 @@ extern "C" {
 int mlx_h2o_returns_init(mlx_h2o_returns* res, size_t size) {
   return guarded([&] {
     wants(res);
-    check_size(size);
-    const mlx_h2o_returns returns = defaults(size);
-    std::memset(static_cast<void*>(res), 0, size);
-    std::memcpy(static_cast<void*>(res), &returns, std::min(size, sizeof returns));
+    fill(res, size, usual_returns(), kLeastReturns, "returns");
   });
 }
 
@@ -146,18 +126,15 @@ int mlx_h2o_spill_rows(
     Operands operands;
     const mx::array at = mx::contiguous(operands.take("positions", positions, "M", Kind::int32));
     evaluate({at});
-    const mlx_map_string_to_array all = mlx_map_string_to_array_new();
+    Fields all;
     const RowBytes rows =
         file->rows(int(layer), head, {at.data<int>(), at.data<int>() + at.size()});
     for (const RowField& field : file->layout().layers()[layer].fields) {
       const mx::Shape shape{int(at.size()), int(field.row_bytes())};
       const mx::array bytes(rows.at(field.name).data(), shape, mx::uint8);
-      const mx::array of_field = mx::view(bytes, field.dtype);
-      mlx_map_string_to_array_insert(all, field.name.c_str(), borrowed(of_field));
+      all.emplace(field.name, mx::view(bytes, field.dtype));
     }
-    const int status = mlx_map_string_to_array_set(res, all);
-    mlx_map_string_to_array_free(all);
-    check(!status, "MLX could not list the arrays.", Blame::internal);
+    give(res, all);
   });
 }
 

@@ -124,9 +124,12 @@ class Dialogue:
         while same < min(map(len, both)) and both[0][-1 - same] == both[1][-1 - same]:
             same += 1
         following = both[0][len(both[0]) - same :]
-        last = (self._pending or self.tokens)[-1:]
-        # The model ended its reply with the token by which the template goes on.
-        return following[1:] if last == following[:1] else following
+        # The model ended its reply with the token by which the template goes on, and a document in
+        # the template with more of them.
+        ends = [*self.tokens, *self._pending]
+        lengths = range(len(following), 0, -1)
+        known = next((n for n in lengths if ends[-n:] == following[:n]), 0)
+        return following[known:]
 
     def begin_turn(self, carry: float | str) -> None:
         """Set how much of the past counts from here on: a number from 0 to 1, also as text, or
@@ -231,9 +234,8 @@ class Dialogue:
         if not self.tokens:
             raise ValueError("There is nothing to save yet.")
         mx.eval([entry.state for entry in self.cache])
-        said = json.dumps({"tokens": self.tokens, "pending": self._pending})
-        about = {"model": model, "fingerprint": self._fingerprint, TOKENS: said}
-        save_prompt_cache(path, self.cache, about)
+        about = {"model": model, "fingerprint": self._fingerprint}
+        save_prompt_cache(path, self.cache, about | conversation(self.tokens, self._pending))
 
     def load(self, path: str | Path, model: str) -> None:
         """Continue a conversation that `save` wrote, instead of this one.
@@ -254,6 +256,16 @@ class Dialogue:
         if len(tokens) != bounded_entries(list(cache))[0].offset or len(cache) != len(self.cache):
             raise ValueError(f"{path} is damaged: its tokens are not those that it holds.")
         self.cache, self.tokens, self._pending = list(cache), tokens, pending
+
+
+def conversation(tokens: Sequence[int], pending: Sequence[int] = ()) -> dict[str, str]:
+    """The metadata by which a file of caches is a conversation, in Python and in Swift.
+
+    Args:
+        tokens: What the caches have read, by position.
+        pending: What was said after that, and not read.
+    """
+    return {TOKENS: json.dumps({"tokens": list(tokens), "pending": list(pending)})}
 
 
 def special_ids(tokenizer: Any) -> set[int]:

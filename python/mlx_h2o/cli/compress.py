@@ -17,6 +17,7 @@ from mlx_h2o.budgets.allocation import TooManyPins
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.caches.files import save_prompt_cache
 from mlx_h2o.calibration.first_use import profile_at_load
+from mlx_h2o.chat.dialogue import conversation
 from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.cli.options import (
     add_model_option,
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     pins = spans_for(rules, tokenizer, tokens, messages) if rules else ()
     cache = compressed(args, model, tokenizer, tokens, pins)
     about = {"model": args.model, "fingerprint": fingerprint(model, tokenizer)}
-    written = {**about, "compressed": str(args.to)}
+    written = {**about, "compressed": str(args.to), **conversation(tokens)}
     write_kept(args.out, lambda path: save_prompt_cache(path, cache, written))
     full = len(tokens) * sum(map(plain_bytes, layer_kinds(model)))
     held = sum(entry.nbytes for entry in cache if hasattr(entry, "nbytes"))

@@ -384,11 +384,22 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {}
 
 
 def register_policy(name: str):  # type: ignore[no-untyped-def]
-    """Class decorator: make a Policy dataclass available as `policy=name`."""
+    """Class decorator: make a Policy dataclass available as `policy=name`.
+
+    Raises:
+        ValueError: The class is no Policy, or the name is one of the library's, by which saved
+            caches find their policy.
+    """
 
     def register(cls: type[Policy]) -> type[Policy]:
         if not (isinstance(cls, type) and issubclass(cls, Policy)):
             raise ValueError(f"{cls!r} must subclass mlx_h2o.Policy to be registered.")
+        library = __name__.partition(".")[0] + "."
+        taken = _POLICIES[name].__module__ if name in _POLICIES else ""
+        if not cls.__module__.startswith(library) and (
+            name in _PRESETS or taken.startswith(library)
+        ):
+            raise ValueError(f"Policy {name} is of the library: choose another name.")
         cls.name = name
         _POLICIES[name] = cls
         return cls

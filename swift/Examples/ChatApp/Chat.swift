@@ -3,7 +3,6 @@ import Foundation
 import MLX
 import MLXH2O
 import Observation
-import UIKit
 
 /// The conversation on screen.
 @MainActor @Observable
@@ -27,10 +26,9 @@ final class Chat {
     /// Load the model that lies in the app, in the memory of so many tokens.
     func load(tokens: Int = 1024) async {
         Memory.cacheLimit = Self.bufferPool
-        // What no longer fits after a warning goes on answering through the remainder.
-        NotificationCenter.default.addObserver(
-            forName: UIApplication.didReceiveMemoryWarningNotification, object: nil, queue: nil
-        ) { [pressure] _ in try? pressure.lower(toFraction: 0.5) }
+        // What no longer fits after a warning goes on answering through the remainder; when the system
+        // is back to normal, new conversations have their whole budgets again.
+        pressure.observeSystem()
         do {
             guard let folder = Bundle.main.url(forResource: "Model", withExtension: nil) else {
                 problem = "The app holds no folder called Model."

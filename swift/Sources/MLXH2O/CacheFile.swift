@@ -1,21 +1,21 @@
+import CMLXH2O
 import Foundation
 import MLX
 import MLXLMCommon
-
-private let fileFormat = "mlx-h2o prompt cache"
-private let fileVersion = "1"
 
 extension H2OKVCache {
     /// Write a model's caches, evicted or not, with positions, scores, policy and remainder.
     ///
     /// The file is the one that Python's `mlx_h2o.save_prompt_cache` writes: either reads the other's.
-    /// `savePromptCache` and `ChatSession.saveCache` of mlx-swift-lm cannot write these caches.
+    /// It takes the place of a file of that name once all is on disk; if anything fails, that file stays
+    /// what it was. `savePromptCache` and `ChatSession.saveCache` of mlx-swift-lm cannot write these
+    /// caches.
     ///
     /// - Parameters:
     ///   - caches: ``H2OKVCache`` and plain `KVCacheSimple` entries.
-    ///   - url: A `.safetensors` file.
+    ///   - url: The file.
     ///   - metadata: Strings to keep with them.
-    /// - Throws: ``H2OError/file(_:)`` for a cache of another kind, or the system's error.
+    /// - Throws: ``H2OError/file(_:)`` for a cache of another kind, or a file that cannot be written.
     public static func saveCaches(
         _ caches: [any KVCache], to url: URL, metadata: [String: String] = [:]
     ) throws {
@@ -42,19 +42,19 @@ extension H2OKVCache {
                 throw H2OError.file("Cannot save a \(type(of: cache)).")
             }
         }
-        let kept = H2OSettingValue.object(metadata.mapValues { .string($0) })
-        var header = [
-            "format": fileFormat, "version": fileVersion, "metadata": kept.text,
-            "entries": H2OSettingValue.array(entries).text,
-        ]
-        header["digest"] = fileDigest(
-            arrays.mapValues { ($0.dtype, $0.shape) }, header
-        ) { name in
-            arrays[name]!.size > 0 ? arrays[name]!.asData(access: .copy).data : Data()
+        let map = engineMap(of: arrays), texts = mlx_map_string_to_string_new()
+        defer {
+            mlx_map_string_to_array_free(map)
+            mlx_map_string_to_string_free(texts)
         }
-        // A file always has one array.
-        let written = arrays.isEmpty ? ["empty": MLXArray.zeros([1], dtype: .float32)] : arrays
-        try save(arrays: written, metadata: header, url: url)
+        for (name, text) in metadata { mlx_map_string_to_string_insert(texts, name, text) }
+        _ = installedEvaluator
+        let stream = StreamOrDevice.default
+        try withExtendedLifetime((arrays, stream)) {
+            try checkEngine(
+                mlx_h2o_write_prompt_cache(
+                    url.path, map, H2OSettingValue.array(entries).text, texts, stream.ctx))
+        }
     }
 
     /// Read what ``saveCaches(_:to:metadata:)`` or Python's `mlx_h2o.save_prompt_cache` wrote.
@@ -84,21 +84,28 @@ extension H2OKVCache {
     static func loadedCaches(
         from url: URL, pressure: H2OMemoryPressure? = nil
     ) throws -> (caches: [any KVCache], metadata: [String: String]) {
-        let file: SafetensorsFile
-        do {
-            file = try SafetensorsFile(url)
-        } catch {
-            throw H2OError.file(
-                "\(url.path) is no readable prompt cache: \(error.localizedDescription).")
+        var map = mlx_map_string_to_array_new(), metadata = mlx_map_string_to_string_new()
+        var text = mlx_string_new()
+        defer {
+            mlx_map_string_to_array_free(map)
+            mlx_map_string_to_string_free(metadata)
+            mlx_string_free(text)
         }
+        _ = installedEvaluator
+        let stream = StreamOrDevice.default
+        try withExtendedLifetime(stream) {
+            try checkEngine(
+                mlx_h2o_read_prompt_cache(&map, &text, &metadata, url.path, stream.ctx))
+        }
+        let all = arrays(of: map)
         do {
             let share = PressureShare(pressure, PressureAgreement())
-            let caches = try checkedEntries(file).enumerated().map { i, entry in
-                try restored(entry, file.entries(below: "\(i)."), share)
+            let entries = try H2OSettingValue(parsing: String(cString: mlx_string_data(text))).array
+            guard let entries else { throw H2OError.file("it lists no caches.") }
+            let caches = try entries.enumerated().map { i, entry in
+                try restored(entry, below("\(i).", all), share)
             }
-            let metadata =
-                try H2OSettingValue(parsing: file.metadata["metadata"] ?? "").object ?? [:]
-            return (caches, metadata.compactMapValues(\.string))
+            return (caches, texts(of: metadata))
         } catch {
             throw H2OError.file("\(url.path) cannot be loaded: \(error.localizedDescription)")
         }
@@ -131,37 +138,24 @@ extension H2OKVCache {
         }
     }
 
-    /// The file's caches as JSON, once it is known to be whole.
-    private static func checkedEntries(_ file: SafetensorsFile) throws -> [H2OSettingValue] {
-        var header = file.metadata
-        guard header["format"] == fileFormat else {
-            throw H2OError.file("it was not written by mlx-h2o.")
+    /// Arrays whose names begin so, without that beginning.
+    private static func below(
+        _ prefix: String, _ arrays: [String: MLXArray]
+    ) -> [String: MLXArray] {
+        arrays.reduce(into: [:]) { own, found in
+            if found.key.hasPrefix(prefix) {
+                own[String(found.key.dropFirst(prefix.count))] = found.value
+            }
         }
-        guard header["version"] == fileVersion else {
-            throw H2OError.file(
-                "it has format version \(header["version"] ?? "unknown"); this mlx-h2o reads "
-                    + "\(fileVersion).")
-        }
-        let expected = header.removeValue(forKey: "digest")
-        let kept = file.entries.filter { $0.key != "empty" }
-        let found = fileDigest(kept.mapValues { ($0.dtype, $0.shape) }, header) { kept[$0]!.bytes }
-        guard expected == found else {
-            throw H2OError.file("it was changed or damaged after it was saved.")
-        }
-        guard let entries = try H2OSettingValue(parsing: header["entries"] ?? "").array else {
-            throw H2OError.file("it lists no caches.")
-        }
-        return entries
     }
 
     /// One of the file's caches.
     private static func restored(
-        _ entry: H2OSettingValue, _ own: [String: SafetensorsFile.Entry], _ pressure: PressureShare
+        _ entry: H2OSettingValue, _ own: [String: MLXArray], _ pressure: PressureShare
     ) throws -> any KVCache {
         switch entry["class"]?.string {
         case "H2OKVCache":
-            return try H2OKVCache.restored(
-                own.mapValues(\.array), entry["config"] ?? .null, pressure)
+            return try H2OKVCache.restored(own, entry["config"] ?? .null, pressure)
         case "KVCache":
             let cache = KVCacheSimple()
             guard let keys = own["0.0"], let values = own["0.1"] else { return cache }
@@ -171,47 +165,10 @@ extension H2OKVCache {
                 let count = entry["scalars"]?["0.2"]?.int ?? .some(keys.shape[2]),
                 0 ... keys.shape[2] ~= count
             else { throw H2OError.file("its plain cache is not whole.") }
-            cache.state = [keys, values].map { $0.array[0..., 0..., 0 ..< count] }
+            cache.state = [keys, values].map { $0[0..., 0..., 0 ..< count] }
             return cache
         case let name:
             throw H2OError.file("this cannot load a \(name ?? "cache without a class").")
         }
-    }
-}
-
-extension SafetensorsFile {
-    /// Arrays whose names begin so, without that beginning.
-    fileprivate func entries(below prefix: String) -> [String: Entry] {
-        entries.reduce(into: [:]) { own, found in
-            if found.key.hasPrefix(prefix) {
-                own[String(found.key.dropFirst(prefix.count))] = found.value
-            }
-        }
-    }
-}
-
-/// SHA-256 over names, dtypes, shapes and bytes of all arrays, and the header.
-func fileDigest(
-    _ arrays: [String: (dtype: DType, shape: [Int])], _ header: [String: String],
-    bytes: (String) -> Data
-) -> String {
-    var digest = SHA256Digest()
-    for (key, value) in header.sorted(by: { ($0.key, $0.value) < ($1.key, $1.value) }) {
-        digest.update(Data("\(key)=\(value)\n".utf8))
-    }
-    for name in arrays.keys.sorted() {
-        let array = arrays[name]!, shape = array.shape
-        // As Python prints a tuple.
-        let tuple = shape.map(String.init).joined(separator: ", ") + (shape.count == 1 ? "," : "")
-        digest.update(Data("\(name) mlx.core.\(pythonName(array.dtype)) (\(tuple))\n".utf8))
-        digest.update(bytes(name))
-    }
-    return digest.hexadecimal()
-}
-
-private func pythonName(_ dtype: DType) -> String {
-    switch dtype {
-    case .bool: "bool_"
-    default: "\(dtype)"
     }
 }

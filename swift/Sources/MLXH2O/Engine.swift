@@ -77,7 +77,7 @@ final class Engine {
     ) throws -> MLXArray {
         let sinks = sinks ?? .mlxNone, array = mask.mask ?? .mlxNone
         return try engineArray {
-            mlx_h2o_cache_update_and_attend_masked(
+            mlx_h2o_cache_update_and_attend(
                 &$0, handle, queries.ctx, keys.ctx, values.ctx, scale, mask.engineMode, array.ctx,
                 sinks.ctx, stream)
         }
@@ -121,7 +121,7 @@ final class Engine {
     func resize(_ plan: SlotPlan) throws {
         let slots = plan.budgets.map { Int32(clamping: $0) }, later = plan.laterNumbers
         try checkEngine(
-            mlx_h2o_cache_resize_filling(
+            mlx_h2o_cache_resize(
                 handle, slots, slots.count, later, plan.later.count, stream))
     }
 
@@ -165,17 +165,7 @@ final class Engine {
             mlx_string_free(text)
         }
         try checkEngine(mlx_h2o_cache_arrays(&map, &text, handle, stream))
-        let iterator = mlx_map_string_to_array_iterator_new(map)
-        defer { mlx_map_string_to_array_iterator_free(iterator) }
-        var arrays: [String: MLXArray] = [:], name: UnsafePointer<CChar>?
-        while true {
-            var array = mlx_array_new()
-            let isOver = mlx_map_string_to_array_iterator_next(&name, &array, iterator) != 0
-            let held = MLXArray(array)
-            guard !isOver, let name else { break }
-            arrays[String(cString: name)] = held
-        }
-        return Saved(arrays: arrays, settings: String(cString: mlx_string_data(text)))
+        return Saved(arrays: arrays(of: map), settings: String(cString: mlx_string_data(text)))
     }
 
     /// A cache that holds what was saved.
@@ -183,16 +173,16 @@ final class Engine {
     /// - Throws: ``H2OError/file(_:)`` for anything that no cache can have saved.
     init(_ saved: Saved, policy: any H2OPolicy) throws {
         _ = installedEvaluator
-        let own = try EnginePolicy(policy), stream = StreamOrDevice.default
+        // The settings hold all of the library's.
+        let own = policy is H2OPolicies.Own ? try EnginePolicy(policy) : nil
+        let stream = StreamOrDevice.default
         var made = mlx_h2o_cache_new()
-        let map = mlx_map_string_to_array_new()
+        let map = engineMap(of: saved.arrays)
         defer { mlx_map_string_to_array_free(map) }
-        for (name, array) in saved.arrays {
-            mlx_map_string_to_array_insert(map, name, array.ctx)
-        }
         try withExtendedLifetime((own, stream)) {
             try checkEngine(
-                mlx_h2o_cache_restore_own(&made, own.handle, map, saved.settings, stream.ctx))
+                mlx_h2o_cache_restore(
+                    &made, own?.handle ?? mlx_h2o_policy_new(), map, saved.settings, stream.ctx))
         }
         (handle, accumulates) = (made, policy.needsAttention)
     }

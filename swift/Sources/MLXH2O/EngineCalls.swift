@@ -7,8 +7,7 @@ func checkEngine(_ status: Int32) throws {
     let message = String(cString: mlx_h2o_last_error())
     switch mlx_h2o_last_error_code() {
     case MLX_H2O_ERROR_STATE: throw H2OError.state(message)
-    case MLX_H2O_ERROR_SAVED:
-        throw H2OError.file("this is no state of an H2OKVCache: \(message)")
+    case MLX_H2O_ERROR_SAVED, MLX_H2O_ERROR_FILE: throw H2OError.file(message)
     case MLX_H2O_ERROR_PROGRAM: throw H2OError.policy(message)
     case MLX_H2O_ERROR_INTERNAL: throw H2OError.internal(message)
     default: throw H2OError.configuration(message)
@@ -38,6 +37,38 @@ func arrays(of list: mlx_vector_array) -> [MLXArray] {
         mlx_vector_array_get(&array, list, i)
         return MLXArray(array)
     }
+}
+
+/// The arrays of a map, by name.
+func arrays(of map: mlx_map_string_to_array) -> [String: MLXArray] {
+    let iterator = mlx_map_string_to_array_iterator_new(map)
+    defer { mlx_map_string_to_array_iterator_free(iterator) }
+    var arrays: [String: MLXArray] = [:], name: UnsafePointer<CChar>?
+    while true {
+        var array = mlx_array_new()
+        let isOver = mlx_map_string_to_array_iterator_next(&name, &array, iterator) != 0
+        let shared = MLXArray(array)
+        guard !isOver, let name else { return arrays }
+        arrays[String(cString: name)] = shared
+    }
+}
+
+/// The texts of a map, by name.
+func texts(of map: mlx_map_string_to_string) -> [String: String] {
+    let iterator = mlx_map_string_to_string_iterator_new(map)
+    defer { mlx_map_string_to_string_iterator_free(iterator) }
+    var texts: [String: String] = [:], name: UnsafePointer<CChar>?, text: UnsafePointer<CChar>?
+    while mlx_map_string_to_string_iterator_next(&name, &text, iterator) == 0, let name, let text {
+        texts[String(cString: name)] = String(cString: text)
+    }
+    return texts
+}
+
+/// A map of the engine, to be freed.
+func engineMap(of arrays: [String: MLXArray]) -> mlx_map_string_to_array {
+    let map = mlx_map_string_to_array_new()
+    for (name, array) in arrays { mlx_map_string_to_array_insert(map, name, array.ctx) }
+    return map
 }
 
 /// The array that a call of the engine gives out.

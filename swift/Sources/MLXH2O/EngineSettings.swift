@@ -15,14 +15,9 @@ final class EnginePolicy {
             handle = made
         }
         for (name, value) in policy.settings.sorted(by: { $0.key < $1.key }) {
-            let status =
-                switch value {
-                case .int(let number): mlx_h2o_policy_set_int(handle, name, Int32(clamping: number))
-                case .double(let number): mlx_h2o_policy_set_double(handle, name, number)
-                case .bool(let truth): mlx_h2o_policy_set_bool(handle, name, truth)
-                default: mlx_h2o_policy_set(handle, name, value.string ?? value.text)
-                }
-            try checkEngine(status)
+            // (As JSON, a share of 0.0 would be a count of 0.)
+            let text = if case .double(let number) = value { "\(number)" } else { value.text }
+            try checkEngine(mlx_h2o_policy_set(handle, name, value.string ?? text))
         }
     }
 
@@ -80,6 +75,7 @@ extension CacheSettings {
 extension H2ORope {
     fileprivate var inEngine: mlx_h2o_rope {
         mlx_h2o_rope(
-            dims: Int32(clamping: dimensions), base: base, scale: scale, traditional: traditional)
+            size: MemoryLayout<mlx_h2o_rope>.size, dims: Int32(clamping: dimensions), base: base,
+            scale: scale, traditional: traditional)
     }
 }

@@ -32,10 +32,8 @@ extension Engine {
 
     /// Slots of each KV head, plain rows' among them, and those that follow.
     var plan: SlotPlan {
-        var heads = 0
-        mlx_h2o_cache_n_kv_heads(&heads, handle)
-        var budgets = [Int32](repeating: 0, count: heads)
-        mlx_h2o_cache_budgets(&budgets, heads, handle)
+        let budgets = numbers(of: 1) { mlx_h2o_cache_budgets($0, &$1, handle) }
+        let heads = budgets.count
         var options = mlx_h2o_cache_options_default()
         mlx_h2o_cache_get_options(&options, handle)
         let later = UnsafeBufferPointer(
@@ -51,29 +49,36 @@ extension Engine {
 
     /// Spans of positions that are pinned, in order.
     var pins: [Range<Int>] {
-        spans({ mlx_h2o_cache_pin_count(&$0, handle) }, { mlx_h2o_cache_pins(&$0, $1, handle) })
+        spans { mlx_h2o_cache_pins($0, &$1, handle) }
     }
 
     /// At which positions the last ``pin(_:)`` found that some head had lost its token.
     var missing: [Range<Int>] {
-        spans(
-            { mlx_h2o_cache_missing_count(&$0, handle) },
-            { mlx_h2o_cache_missing(&$0, $1, handle) })
+        spans { mlx_h2o_cache_missing($0, &$1, handle) }
     }
 
-    private func spans(
-        _ count: (inout Int) -> Int32, _ read: (inout [Int32], Int) -> Int32
-    ) -> [Range<Int>] {
-        var number = 0
-        _ = count(&number)
-        var ends = [Int32](repeating: 0, count: 2 * number)
-        _ = read(&ends, number)
-        return (0 ..< number).map { Int(ends[2 * $0]) ..< Int(ends[2 * $0 + 1]) }
+    private typealias Read = (UnsafeMutablePointer<Int32>?, inout Int) -> Int32
+
+    private func spans(_ read: Read) -> [Range<Int>] {
+        let ends = numbers(of: 2, read)
+        return stride(from: 0, to: ends.count, by: 2).map {
+            Int(ends[$0]) ..< Int(ends[$0 + 1])
+        }
+    }
+
+    /// What a reader gives, so many numbers each, once it has said how many.
+    private func numbers(of each: Int, _ read: Read) -> [Int32] {
+        var count = 0
+        _ = read(nil, &count)
+        var all = [Int32](repeating: 0, count: each * count)
+        _ = all.withUnsafeMutableBufferPointer { read($0.baseAddress, &count) }
+        return all
     }
 
     /// Batch, heads, widths and dtypes of its rows; nil before the first.
     var rowTypes: RowTypes? {
         var types = mlx_h2o_row_types()
+        types.size = MemoryLayout<mlx_h2o_row_types>.size
         guard mlx_h2o_cache_row_types(&types, handle) == 0 else { return nil }
         func dtype(_ held: mlx_dtype) -> DType {
             RowTypes.dtypes.first { $0.cmlxDtype == held } ?? .float32
@@ -93,10 +98,12 @@ extension Engine {
     }
 
     /// Positions held, ascending, of each batch entry and KV head.
-    func keptPositions() throws -> [[[Int]]] { try held().map { $0.map { $0.map(\.position) } } }
+    func keptPositions() throws -> [[[Int]]] {
+        try contents().map { $0.map { $0.map(\.position) } }
+    }
 
     /// What the policy has accumulated for them, in the same order; zeros where it looks at keys only.
-    func keptScores() throws -> [[[Float]]] { try held().map { $0.map { $0.map(\.score) } } }
+    func keptScores() throws -> [[[Float]]] { try contents().map { $0.map { $0.map(\.score) } } }
 
     /// Statistics of the evicted: count `[B, Hk]`, mean key, its variance and mean value.
     func remainder() throws -> [MLXArray] {
@@ -108,7 +115,7 @@ extension Engine {
         return arrays
     }
 
-    private func held() throws -> [[[(position: Int, score: Float)]]] {
+    private func contents() throws -> [[[(position: Int, score: Float)]]] {
         guard offset > 0 else { return [] }
         let kept = try engineArray { mlx_h2o_cache_kept(&$0, handle, stream) }
         let places = kept.asArray(Int32.self), width = kept.dim(2)

@@ -123,14 +123,27 @@ public final class H2OChatSession: Sendable {
         get async { await container.perform { [memory] _ in memory.caches?.notices ?? [] } }
     }
 
-    /// Write the conversation's memory.
+    /// The text of all that the model has read and said, with the chat template's markers.
+    public var transcript: String {
+        get async {
+            await container.perform { [memory] context in
+                context.tokenizer.decode(tokenIds: memory.tokens + memory.pending)
+            }
+        }
+    }
+
+    /// Write the conversation's memory and tokens, in the file that `mlx_h2o chat` writes too.
     ///
-    /// - Throws: ``H2OError/file(_:)`` before anything was said, or for caches that cannot be written.
+    /// It waits for a reply that is being said. A file of that name is replaced once all is on disk.
+    ///
+    /// - Throws: ``H2OError/file(_:)`` before anything was said, for caches that cannot be written, or
+    ///   where the disk is full.
     public func save(to url: URL) async throws {
         try await container.perform { [memory] _ in try memory.save(to: url) }
     }
 
-    /// Go on with a conversation that ``save(to:)`` wrote, in the place of this one.
+    /// Go on with a conversation that ``save(to:)`` or `mlx_h2o chat` wrote, or with a document that
+    /// `mlx_h2o compress` did, in the place of this one.
     ///
     /// - Throws: ``H2OError/file(_:)`` for a file that is none, or another model's; this conversation
     ///   stays then.
@@ -198,6 +211,7 @@ extension H2OChatSession {
         let caches: [any KVCache]
         if let held = memory.caches { caches = held } else { caches = try await fresh(context) }
         let input = try await newInput(messages, context)
+        let read = memory.tokens + input.text.tokens.flattened().asArray(Int.self)
         memory.drop()  // for where reading fails half-way
         let said = SaidTokens()
         var calls: [ToolCall] = [], isStop = false
@@ -225,9 +239,12 @@ extension H2OChatSession {
         do {
             try await withError(generate)
         } catch {
-            throw caches.lazy.compactMap { ($0 as? H2OKVCache)?.failure }.first ?? error
+            if let failure = caches.lazy.compactMap({ ($0 as? H2OKVCache)?.failure }).first {
+                throw failure
+            }
+            throw error is MLXError ? H2OError.internal(error.localizedDescription) : error
         }
-        memory.note(caches, last: said.last, isStop: isStop)
+        memory.note(caches, read + said.tokens, isStop: isStop)
         return calls
     }
 
@@ -277,48 +294,58 @@ extension H2OChatSession {
 /// What a session holds; touched only while its container is held.
 private final class ChatMemory: @unchecked Sendable {
     private(set) var caches: [any KVCache]?
-    /// The last token that the caches hold, if a reply was said.
-    private var last: Int?
-    /// Whether it ended the reply and is no part of it.
+    /// The tokens that the caches have read, by position.
+    private(set) var tokens: [Int] = []
+    /// Tokens that were said and that the caches have not read.
+    private(set) var pending: [Int] = []
+    /// Whether the last token ended the reply and is no part of it.
     private var isStop = false
     /// What was said before the first turn.
     private(set) var history: [Chat.Message]
 
-    private static let key = "mlx-h2o chat"
+    /// Under which a file's metadata has the tokens (python/mlx_h2o/chat/dialogue.py).
+    private static let key = "mlx-h2o dialogue"
 
     init(_ history: [Chat.Message]) { self.history = history }
 
     /// Begin anew, with the history.
-    func drop() { (caches, last, isStop) = (nil, nil, false) }
+    func drop() { (caches, tokens, pending, isStop) = (nil, [], [], false) }
 
     func clear() {
         drop()
         history = []
     }
 
-    func note(_ caches: [any KVCache], last: Int?, isStop: Bool) {
-        (self.caches, self.last, self.isStop) = (caches, last, isStop)
+    func note(_ caches: [any KVCache], _ tokens: [Int], pending: [Int] = [], isStop: Bool = false) {
+        (self.caches, self.tokens) = (caches, tokens)
+        (self.pending, self.isStop) = (pending, isStop)
     }
 
-    /// What is left to read of the tokens that follow a reply in the chat template.
+    /// What is left to read before a turn, of the tokens that follow a reply in the chat template.
     ///
-    /// A model stops with a token of its own. Most often it is the template's; another one is taken
-    /// back where it can be.
-    func following(_ tokens: ArraySlice<Int>) -> [Int] {
-        if last == tokens.first { return Array(tokens.dropFirst()) }
+    /// A model stops with a token of its own. Most often it is the template's first here, and a document
+    /// in the template ends with more of them; another one is taken back where it can be.
+    func following(_ template: ArraySlice<Int>) -> [Int] {
+        let ends = tokens + pending
+        let known = (1 ... template.count).last {
+            ends.suffix($0).elementsEqual(template.prefix($0))
+        }
+        if let known { return pending + template.dropFirst(known) }
         let bounded = (caches ?? []).compactMap { $0 as? H2OKVCache }
         if isStop, bounded.count == caches?.count, bounded.allSatisfy({ $0.undoableSteps > 0 }) {
             for cache in bounded { cache.trim(1) }
+            tokens.removeLast()
         }
-        return Array(tokens)
+        return pending + template
     }
 
     func save(to url: URL) throws {
         guard let caches else {
             throw H2OError.file("Nothing was said yet that could be saved.")
         }
+        func list(_ tokens: [Int]) -> H2OSettingValue { .array(tokens.map { .int($0) }) }
         let state = H2OSettingValue.object([
-            "last": last.map { .int($0) } ?? .null, "is_stop": .bool(isStop),
+            "tokens": list(tokens), "pending": list(pending), "is_stop": .bool(isStop),
         ])
         try H2OKVCache.saveCaches(caches, to: url, metadata: [Self.key: state.text])
     }
@@ -327,18 +354,20 @@ private final class ChatMemory: @unchecked Sendable {
         let (caches, metadata) = try H2OKVCache.loadCaches(
             from: url, for: model, pressure: pressure)
         guard let text = metadata[Self.key], let state = try? H2OSettingValue(parsing: text),
-            let isStop = state["is_stop"]?.bool
+            let tokens = state["tokens"]?.array, let pending = state["pending"]?.array
         else {
-            throw H2OError.file("\(url.path) holds no conversation of an H2OChatSession.")
+            throw H2OError.file("\(url.path) holds no conversation.")
         }
-        note(caches, last: state["last"]?.int, isStop: isStop)
+        note(
+            caches, tokens.compactMap(\.int), pending: pending.compactMap(\.int),
+            isStop: state["is_stop"]?.bool ?? false)
         history = []
     }
 }
 
 /// What an iterator has given, all of which is in the caches.
 private final class SaidTokens {
-    var last: Int?
+    var tokens: [Int] = []
 }
 
 private struct RecordingIterator: TokenIteratorProtocol {
@@ -352,7 +381,7 @@ private struct RecordingIterator: TokenIteratorProtocol {
 
     mutating func next() -> Int? {
         guard let token = iterator.next(), failure.firstError == nil else { return nil }
-        said.last = token
+        said.tokens.append(token)
         return token
     }
 }

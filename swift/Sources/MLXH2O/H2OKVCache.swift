@@ -30,15 +30,15 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     /// nil where the model's first rows must tell the slots of each head.
     private(set) var engine: Engine?
     fileprivate(set) var pressure: PressureShare
-    /// Arrays set by `state` whose names `metaState` has not told yet.
+    /// Arrays set by `state` whose names `metaState` has not given yet.
     fileprivate var unnamed: [MLXArray]?
     /// Its part in the file of its conversation; none for copies, and for what was restored.
     private(set) var file: SpilledLayer?
     private var isSpilled = false
     /// Why its rows no longer go into that file, where the engine's cache was replaced by one without.
     private var leftFile: String?
-    /// What ``metaState`` told of, until the cache changes.
-    fileprivate var told: Engine.Saved?
+    /// What ``metaState`` was read of, until the cache changes.
+    fileprivate var snapshot: Engine.Saved?
     /// What went wrong last where mlx-swift-lm lets nothing be thrown (``trim(_:)``, a step, a copy, a
     /// state that was set), until it is set to nil: nothing went wrong since then.
     public var failure: H2OError?
@@ -156,7 +156,7 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
                 "The state of this cache was set without its metaState, or it is a copy that failed."
             )
         }
-        told = nil
+        snapshot = nil
         let types = RowTypes(keys: keys, values: values)
         if let held = engine?.rowTypes {
             if held != types { try recast(from: held, to: types) }
@@ -259,7 +259,7 @@ extension H2OKVCache {
             var changed = given
             changed.size = budgets.count == 1 ? .tokens(budgets[0]) : .heads(budgets)
             let made = try changed.engine()
-            (given, told) = (changed, nil)
+            (given, snapshot) = (changed, nil)
             return use(made)
         }
         let heads = engine.plan.budgets.count
@@ -267,7 +267,7 @@ extension H2OKVCache {
             SlotPlan(
                 budgets: budgets.count == 1
                     ? Array(repeating: budgets[0], count: heads) : budgets))
-        told = nil
+        snapshot = nil
     }
 
     /// Take back the newest n tokens, or as many of them as ``undoableSteps`` says.
@@ -301,7 +301,7 @@ extension H2OKVCache {
         guard 0 ... undoableSteps ~= n else { throw H2OError.state(Self.tooFar(n, undoableSteps)) }
         guard n > 0 else { return }
         try engine?.undoSteps(n)
-        told = nil
+        snapshot = nil
     }
 
     private static func tooFar(_ n: Int, _ most: Int) -> String {
@@ -320,7 +320,7 @@ extension H2OKVCache {
             _ = try changed.engine()
             given = changed
         }
-        told = nil
+        snapshot = nil
     }
 }
 
@@ -329,7 +329,7 @@ extension H2OKVCache {
 extension H2OKVCache {
     /// All that it holds.
     func saved() throws -> Engine.Saved {
-        if let told { return told }
+        if let snapshot { return snapshot }
         if let engine { return try engine.saved() }
         let frame = zip(FrameArrays.names, given.frame.map { FrameArrays($0).arrays } ?? [])
         return Engine.Saved(
@@ -349,7 +349,7 @@ extension H2OKVCache {
         let restored =
             runs.isEmpty ? try settings.engine() : try Engine(saved, policy: settings.policy)
         use(restored)
-        (given, told, failure) = (settings, nil, nil)
+        (given, snapshot, failure) = (settings, nil, nil)
         leaveFile("the cache's state was set")
         pressure.adopt(runs.isEmpty ? nil : restored?.plan)
     }
@@ -358,7 +358,7 @@ extension H2OKVCache {
     /// last, as in ``innerState()``: it may be evaluated with every token.
     public var state: [MLXArray] {
         get {
-            if told == nil, let engine, engine.isFused { return innerState() }
+            if snapshot == nil, let engine, engine.isFused { return innerState() }
             return reporting([]) { try saved().arrays.sorted { $0.key < $1.key }.map(\.value) }
         }
         set { unnamed = newValue }
@@ -369,7 +369,7 @@ extension H2OKVCache {
         get {
             reporting([]) {
                 let saved = try self.saved()
-                told = saved
+                snapshot = saved
                 return [saved.settings] + saved.arrays.keys.sorted()
             }
         }

@@ -132,11 +132,69 @@ import Testing
         let expected = try await session.respond(to: prompts[2])
         let other = H2OChatSession(container, h2o: configuration, parameters: parameters(16))
         try await other.restore(from: url)
+        let transcript = await other.transcript
+        #expect(prompts[..<2].allSatisfy(transcript.contains))
         #expect(try await other.respond(to: prompts[2]) == expected)
+        #expect(await other.transcript == session.transcript)
+        // Each token that the caches have read is in the file, as Python wants it.
+        let (caches, metadata) = try H2OKVCache.loadedCaches(from: url)
+        let kept = try H2OSettingValue(parsing: metadata["mlx-h2o dialogue"]!)
+        #expect(kept["tokens"]!.array!.count == caches[0].offset)
+        #expect(kept["pending"]!.array!.isEmpty)
         // A file of caches that is no conversation leaves this one as it is.
         try H2OKVCache.saveCaches(session.held!, to: url)
         await #expect(throws: H2OError.self) { try await other.restore(from: url) }
         #expect(try await other.respond(to: prompts[3]) == session.respond(to: prompts[3]))
+    }
+
+    /// A document that was read elsewhere, in the template or not: a turn reads what it did not end with.
+    @Test func aDocumentIsGoneOnWith() async throws {
+        let url = temporaryFile()
+        defer { try? FileManager.default.removeItem(at: url) }
+        let container = try container(), letters = Letters()
+        let inTemplate = letters.rendered([.system("a letter")]).dropLast(
+            letters.rendered([]).count)
+        // What follows a reply: its end, and the turn.
+        let rest = letters.rendered([.user("?")]).count + 1
+        for (document, known) in [(Array(inTemplate), 1), (letters.encode(text: "a letter"), 0)] {
+            let state = H2OSettingValue.object([
+                "tokens": .array(document.map { .int($0) }), "pending": .array([]),
+            ])
+            try await container.perform { context in
+                let caches = try H2OConfiguration(budget: .tokens(64)).caches(for: context.model)
+                _ = context.model(MLXArray(document.map { Int32($0) })[.newAxis], cache: caches)
+                try H2OKVCache.saveCaches(
+                    caches, to: url, metadata: ["mlx-h2o dialogue": state.text])
+            }
+            let session = H2OChatSession(container, parameters: parameters(4))
+            try await session.restore(from: url)
+            var read = 0
+            for try await part in session.streamDetails(to: "?") {
+                read = part.info?.promptTokenCount ?? read
+            }
+            #expect(read == rest - known)
+        }
+    }
+
+    /// A conversation is whole on disk or as it was: a folder that is not there, a file too large.
+    @Test func aFailedSaveLeavesTheOldFile() async throws {
+        let url = temporaryFile()
+        defer { try? FileManager.default.removeItem(at: url) }
+        let session = H2OChatSession(try container(), parameters: parameters(4))
+        _ = try await session.respond(to: prompts[0])
+        try await session.save(to: url)
+        let before = try Data(contentsOf: url)
+        await #expect(throws: H2OError.self) {
+            try await session.save(to: URL(fileURLWithPath: "/nowhere/at/all.safetensors"))
+        }
+        _ = try await session.respond(to: prompts[1])
+        try FileManager.default.createDirectory(
+            at: url.appendingPathExtension("d"), withIntermediateDirectories: true)
+        await #expect(throws: H2OError.self) {
+            try await session.save(to: url.appendingPathExtension("d"))
+        }
+        try FileManager.default.removeItem(at: url.appendingPathExtension("d"))
+        #expect(try Data(contentsOf: url) == before)
     }
 
     /// Instructions that are pinned stay through all turns, after `clear()` and in a new session.

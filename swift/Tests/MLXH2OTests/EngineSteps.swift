@@ -111,7 +111,8 @@ enum EngineSteps {
 
         func handles(_ evictable: MLXArray, _ scores: MLXArray) -> mlx_h2o_slots {
             mlx_h2o_slots(
-                keys: keys.ctx, values: values.ctx, positions: positions.ctx, scores: scores.ctx,
+                size: MemoryLayout<mlx_h2o_slots>.size, keys: keys.ctx, values: values.ctx,
+                positions: positions.ctx, scores: scores.ctx,
                 evictable: evictable.ctx, evicted_mean_key: evictedMeanKey.ctx,
                 offset: Int32(offset), evicted: Int32(evicted))
         }
@@ -133,14 +134,14 @@ enum EngineSteps {
         prompt windowMass: MLXArray?? = .none
     ) throws -> MLXArray {
         let policy = try EnginePolicy(policy), scores = slots.scores ?? .mlxNone
-        let handles = slots.handles(evictable, scores)
+        var handles = slots.handles(evictable, scores)
         return try withExtendedLifetime((slots, scores)) {
             try engineArray {
                 guard case .some(let found) = windowMass else {
-                    return mlx_h2o_priority(&$0, policy.handle, handles, stream)
+                    return mlx_h2o_priority(&$0, policy.handle, &handles, stream)
                 }
                 let mass = found ?? .mlxNone
-                return mlx_h2o_prompt_priority(&$0, policy.handle, handles, mass.ctx, stream)
+                return mlx_h2o_prompt_priority(&$0, policy.handle, &handles, mass.ctx, stream)
             }
         }
     }

@@ -66,8 +66,22 @@ public enum H2OModels {
     ///   - folder: Of an unquantized model of one of ``modelTypes``.
     ///   - dtype: Cast the weights to it; nil leaves them.
     ///   - configuration: How caches are bounded.
+    /// - Throws: ``H2OError/file(_:)`` for a folder that holds no such model.
     public static func load(
         folder: URL, dtype: DType? = nil, configuration: H2OConfiguration = .default
+    ) throws -> any H2OModel {
+        do {
+            return try read(folder, dtype, configuration)
+        } catch let error as H2OError {
+            throw error
+        } catch {
+            throw H2OError.file(
+                "\(folder.path) holds no model that can be loaded: \(error.localizedDescription)")
+        }
+    }
+
+    private static func read(
+        _ folder: URL, _ dtype: DType?, _ configuration: H2OConfiguration
     ) throws -> any H2OModel {
         let data = try Data(contentsOf: folder.appendingPathComponent("config.json"))
         let model = try H2OTransformer(configurationData: data, h2o: configuration)

@@ -132,7 +132,7 @@ extension H2OPolicies.Own {
             functions.accumulate = { context, result, scores, seen, _ in
                 OwnFunctions.give(result) {
                     try OwnFunctions.of(context).policy.accumulate!(
-                        OwnFunctions.shared(scores)!, OwnFunctions.observation(seen))
+                        OwnFunctions.shared(scores)!, OwnFunctions.observation(seen!.pointee))
                 }
             }
         }
@@ -140,7 +140,7 @@ extension H2OPolicies.Own {
             OwnFunctions.give(result) {
                 let policy = OwnFunctions.of(context).policy
                 return try policy.priority(
-                    OwnFunctions.slots(slots, hasScores: policy.needsAttention))
+                    OwnFunctions.slots(slots!.pointee, hasScores: policy.needsAttention))
             }
         }
         functions.destroy = { Unmanaged<OwnFunctions>.fromOpaque($0!).release() }

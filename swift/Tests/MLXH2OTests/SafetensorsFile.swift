@@ -1,6 +1,8 @@
 import Foundation
 import MLX
 
+@testable import MLXH2O
+
 /// A safetensors file whose header was checked against its bytes before any array is made of them.
 ///
 /// MLX's own reader believes the header: a shape of 10^21 elements ends the process or takes all
