@@ -10,6 +10,9 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 OLD_MLX_LM := 0.31.3
 # The oldest MLX, with that mlx-lm.
 OLD_MLX := 0.31.2
+# The mlx-vlm of its tests. Its models need no package but those above; what it asks for besides
+# (datasets, OpenCV, mlx-audio) weighs half a gigabyte, and is left out.
+MLX_VLM := 0.7.10
 # The newest but one, for docs/reference/models.md: the newest is the environment's.
 PREVIOUS_MLX_LM := 0.32.1
 CXX_SOURCES := $(wildcard $(foreach folder,python/src benchmarks/native c_api/src/cpu c_api/src/cpu/kernels \
@@ -248,6 +251,7 @@ $(VENV)/.installed: pyproject.toml python/CMakeLists.txt c_api/src/cpu/CMakeList
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --no-deps 'mlx-vlm==$(MLX_VLM)'
 	touch $@
 
 clean:

@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
@@ -25,7 +24,9 @@ from mlx_h2o.caches.latent import LatentKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.caches.shared import SharedKVCache
 from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.loaded import logits_of, restored
 from mlx_h2o.hosts.refusals import NothingToBound
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.slots.key_scaling import Frame
 from model_configs import VOCABULARY, config_of
 from tiny_models import prompt_tokens, with_random_weights
@@ -70,8 +71,8 @@ def row_of(model: nn.Module) -> Row:
     try:
         cache = make_prompt_cache(model, max_size=ROOMY)
     except NothingToBound:
-        check_memory(model, stock_prompt_cache(model), 0)
-        return Row(CONSTANT, _others(stock_prompt_cache(model)))
+        check_memory(model, stock_caches(model), 0)
+        return Row(CONSTANT, _others(stock_caches(model)))
     except ValueError as error:
         return Row(REFUSED, str(error).partition(": leave")[0])
     check_like_stock(model, cache)
@@ -120,7 +121,7 @@ def check_like_stock(model: nn.Module, cache: list[Any]) -> None:
 def off_stock(model: nn.Module, cache: list[Any]) -> list[float]:
     """By what part of the largest logit each step differs from mlx-lm's own caches."""
     tokens = prompt_tokens(32)
-    own = list(fed(model, stock_prompt_cache(model), tokens, [7] * 3 + [1] * 11))
+    own = list(fed(model, stock_caches(model), tokens, [7] * 3 + [1] * 11))
     ours = list(fed(model, cache, tokens, [7] * 3 + [1] * 11))
     off = []
     for expected, logits in zip(own, ours, strict=True):
@@ -168,7 +169,7 @@ def framed(cache: Sequence[Any]) -> list[Frame | None]:
 def _broken(model: nn.Module) -> str:
     """Why mlx-lm's own caches cannot run a model here; empty if they can."""
     try:
-        list(fed(model, stock_prompt_cache(model), prompt_tokens(3), [2, 1]))
+        list(fed(model, stock_caches(model), prompt_tokens(3), [2, 1]))
     except Exception as error:
         if NO_METAL in str(error):
             return "its own kernels need Metal"
@@ -186,11 +187,12 @@ def fed(
     """Logits `[V]` after each chunk of these sizes."""
     assert sum(sizes) == len(tokens)
     start = 0
-    for size in sizes:
-        logits = model(mx.array([tokens[start : start + size]]), cache=cache)[0, -1]
-        mx.eval(logits)
-        start += size
-        yield logits.astype(mx.float32)
+    with restored(model):  # the next conversation begins without this one's M-RoPE positions
+        for size in sizes:
+            logits = logits_of(model, mx.array([tokens[start : start + size]]), cache)[0, -1]
+            mx.eval(logits)
+            start += size
+            yield logits.astype(mx.float32)
 
 
 def _offset(cache: list[Any]) -> int:

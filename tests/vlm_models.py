@@ -6,6 +6,7 @@ the language model is made: images come in as embeddings.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_vlm.models
+from mlx_vlm.utils import update_module_configs
 
+from mlx_h2o.hosts.loaded import language_model
 from model_configs import SHARED, config_of
 from tiny_models import with_random_weights
 
@@ -26,12 +29,65 @@ SHARED_WITH_IMAGES: dict[str, Any] = {
     "image_token_index": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": IMAGE_START,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "use_qk_norm": False,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 128,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "full_attn_idxs": [1],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
 }
 
-#: What modules need beyond that.
-DIFFERENT: dict[str, dict[str, Any]] = {}
+#: What sees images is made, tiny, and never computed.
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 56,
+    "patch_size": 14,
+    "projection_dim": 128,
+    "out_hidden_size": 128,
+    "embed_dim": 32,
+    "vocab_size": 128,
+}
+PARTS = ("text", "vision", "perceiver", "projector", "audio")
 
-MROPE = {"type": "mrope", "mrope_section": [4, 6, 6]}
+#: What modules need beyond that.
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_type": "siglip_vision_model"},
+    "gemma3": {"vision_type": "siglip_vision_model"},
+    "llava": {"vision_type": "clip_vision_model", "text_type": "llama"},
+    "llava_next": {"vision_type": "clip_vision_model", "text_type": "llama"},
+    "llava_onevision": {"vision_type": "siglip_vision_model"},
+    "gemma4": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    "paligemma": {
+        "vision_type": "siglip_vision_model",
+        "query_pre_attn_scalar": 32,
+        "text_type": "gemma",
+    },
+    "llava_bunny": {"auto_map": {}, "mm_hidden_size": 32},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"]},
+    "laguna": {"layer_types": ["sliding_attention", "full_attention"]},
+    "kolibri1": {"layer_types": ["sliding_attention", "full_attention"]},
+    "hunyuan": {"rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}},
+    "qwen2_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+    "qwen2_5_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+    "qwen3_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+}
 
 
 def vlm_names() -> list[str]:
@@ -49,16 +105,30 @@ def config(name: str) -> dict[str, Any]:
     """The tiny config of a module, with its text part also below "text_config"."""
     text = {**config_of(name), **SHARED_WITH_IMAGES, **DIFFERENT.get(name, {})}
     text.pop("text_config", None)
-    text["model_type"] = name
-    return {**text, "text_config": dict(text), "vision_config": {"model_type": name}}
+    text["model_type"] = text.get("text_type", name)
+    vision = {**VISION, "model_type": DIFFERENT.get(name, {}).get("vision_type", name)}
+    parts = {f"{part}_config": vision for part in PARTS if part != "text"}
+    return {**text, **parts, "text_config": dict(text)}
 
 
 def vlm_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """The tiny language model of a module."""
     module = importlib.import_module(f"mlx_vlm.models.{name}")
     mx.random.seed(0)
-    model = module.Model(module.ModelConfig.from_dict(config(name)))
-    part = model
-    while isinstance(inner := getattr(part, "language_model", None), nn.Module):
-        part = inner
-    return with_random_weights(part, dtype=dtype)
+    given = config(name)
+    known = [part for part in PARTS if hasattr(module, f"{part.title()}Config")]
+    made = module.ModelConfig.from_dict(copy.deepcopy(given))
+    made = update_module_configs(made, module, given, known)
+    text = getattr(made, "text_config", made)
+    ways = (
+        lambda: module.LanguageModel(text, made),
+        lambda: module.LanguageModel(text),
+        lambda: language_model(module.Model(made)),
+    )
+    failures: list[Exception] = []
+    for way in ways:  # what sees images is left out where that is possible
+        try:
+            return with_random_weights(way(), dtype=dtype)
+        except Exception as error:  # of any module, about its config
+            failures.append(error)
+    raise failures[-1]

@@ -104,7 +104,10 @@ def layer_kinds(model: nn.Module) -> list[LayerKind]:
                 "config.json (gemma3_text, for one, needs as many layers as "
                 "sliding_window_pattern says)."
             ) from error
-        raise
+        raise ValueError(
+            f"{architecture(model)} reads what its caches hold in a way that mlx-h2o does not know "
+            f"({type(error).__name__}: {error}): leave its caches as they are."
+        ) from error
     found: list[LayerKind] = []
     for entry in caches:
         trials = [trial for _, trial in entries([entry]) if isinstance(trial, _Trial)]

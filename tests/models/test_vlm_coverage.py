@@ -1,0 +1,37 @@
+"""Every module of mlx-vlm with a row does what docs/reference/vision-models.md says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed here")
+
+from model_coverage import BOUNDED, PARTLY, REFUSED
+from vlm_coverage import vlm_line
+
+TEXT = (Path(__file__).parents[2] / "docs/reference/vision-models.md").read_text(encoding="utf-8")
+ROWS = {
+    line.split(" | ")[0].strip("| "): line
+    for line in TEXT.splitlines()
+    if line.startswith("| ") and not line.startswith("| module")
+}
+# One of each kind, in every run.
+SAMPLE = {"qwen2_vl": "M-RoPE", "gemma3": "sliding windows", "florence2": "refused"}
+
+
+def cases() -> list[Any]:
+    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in ROWS]
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_module_does_what_the_page_says(name):
+    assert vlm_line(name) == ROWS[name], f"write it anew: python tools/vlm_table.py {name}"
+
+
+def test_of_the_modules_run_nine_of_ten_are_bounded():
+    counts = Counter(row.split(" | ")[1] for row in ROWS.values())
+    assert counts[BOUNDED] >= 0.9 * (counts[BOUNDED] + counts[PARTLY] + counts[REFUSED])

@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Write docs/reference/vision-models.md: the results of bounded caches with mlx-vlm's models.
+
+Each named module's language model is run as tests/models/test_vlm_coverage.py runs it; the other
+rows stay. Without names all rows of the page are run again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from model_coverage import BOUNDED, PARTLY, REFUSED, SMALL  # noqa: E402
+from vlm_coverage import vlm_line  # noqa: E402
+
+PAGE = ROOT / "docs/reference/vision-models.md"
+HEAD = """# Models of mlx-vlm
+
+Which models of mlx-vlm are bounded, layer by layer, as [models](models.md) shows of mlx-lm's. \
+The language model of a module of `mlx_vlm.models` is run tiny, with random weights, through \
+`make_prompt_cache`: its logits are those of mlx-vlm's own caches while nothing is evicted, and \
+far beyond a budget of {small} tokens its memory has stopped growing. Rows *packed* in 8 bits \
+give logits near those. What sees images is not run here; tests/hosts/test_mlx_vlm.py reads \
+prompts with several images through Qwen2-VL and Qwen2.5-VL. A module without a row has not been \
+run yet, or has no language model.
+
+    python tools/vlm_table.py
+
+Written with mlx-vlm {version}. Of the {run} modules run so far {counts}. Of the {growing} among \
+them whose memory grows, {bounded} are bounded ({percent} %).
+
+| module | memory | layers | packed |
+|---|---|---|---|
+"""
+
+
+def rows_of_page() -> dict[str, str]:
+    """The page's lines, by module."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    rows = [line for line in lines if line.startswith("| ")][1:]
+    return {row.split(" | ")[0].strip("| "): row for row in rows}
+
+
+def page_of(rows: Sequence[str]) -> str:
+    """The page with these lines."""
+    counts = Counter(row.split(" | ")[1] for row in rows)
+    growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED]
+    head = HEAD.format(
+        small=SMALL,
+        version=version("mlx-vlm"),
+        counts=", ".join(f"{count} are {memory}" for memory, count in counts.most_common()),
+        growing=growing,
+        run=len(rows),
+        bounded=counts[BOUNDED],
+        percent=100 * counts[BOUNDED] // growing,
+    )
+    return head + "".join(f"{row}\n" for row in rows)
+
+
+def main(names: Sequence[str]) -> int:
+    """Run modules, and write the page."""
+    rows = rows_of_page()
+    for name in names or list(rows):
+        rows[name] = vlm_line(name)
+        print(rows[name], file=sys.stderr)
+    PAGE.write_text(page_of([rows[name] for name in sorted(rows)]), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
