@@ -86,9 +86,9 @@ def serving(**settings: Any) -> Iterator[Running]:
         assert not thread.is_alive()
 
 
-def until(said: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
     end = time.monotonic() + seconds
-    while not said():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 

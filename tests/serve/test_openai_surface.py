@@ -61,9 +61,9 @@ def test_answers_are_sent_back_as_they_are(server):
 
 def test_parts_of_a_content_are_one_text_without_a_template_too(server):
     parts = [{"type": "text", "text": text} for text in (words(0, 9), f" {words(9, 11)}")]
-    told = chat(server, messages=[{"role": "user", "content": parts}])
-    assert told.usage.prompt_tokens == chat(server).usage.prompt_tokens
-    assert told.choices[0].message.content == chat(server).choices[0].message.content
+    answer = chat(server, messages=[{"role": "user", "content": parts}])
+    assert answer.usage.prompt_tokens == chat(server).usage.prompt_tokens
+    assert answer.choices[0].message.content == chat(server).choices[0].message.content
 
 
 def test_the_last_message_can_be_continued(server):
@@ -84,8 +84,8 @@ def test_top_p_of_zero_is_greedy(server):
 
 def test_max_tokens_of_minus_one_is_to_the_end(server):
     stop = chat(server, max_tokens=80).choices[0].message.content[40:46]
-    told = chat(server, max_tokens=-1, stop=stop).choices[0]
-    assert told.finish_reason == "stop"
+    answer = chat(server, max_tokens=-1, stop=stop).choices[0]
+    assert answer.finish_reason == "stop"
 
 
 def test_logprobs_have_tokens_and_bytes(server):

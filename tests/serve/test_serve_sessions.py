@@ -65,16 +65,16 @@ class Servers:
     @contextmanager
     def running(self, folder: Path, *options: str) -> Iterator[tuple[int, int]]:
         """`mlx_h2o serve`: its process and its port."""
-        asked = ["serve", "--port", "0", "--model", MODEL, "--sessions", str(folder), *options]
+        command = ["serve", "--port", "0", "--model", MODEL, "--sessions", str(folder), *options]
         assert self._parent.stdin
         assert self._parent.stdout
         assert self._parent.stderr
-        print(json.dumps([*asked, "--max-kv-size", "64"]), file=self._parent.stdin, flush=True)
+        print(json.dumps([*command, "--max-kv-size", "64"]), file=self._parent.stdin, flush=True)
         process = int(self._parent.stdout.readline())
         try:
             for line in self._parent.stderr:
-                if found := re.search(r"Serving on http://127.0.0.1:(\d+)", line):
-                    yield process, int(found[1])
+                if match := re.search(r"Serving on http://127.0.0.1:(\d+)", line):
+                    yield process, int(match[1])
                     return
             raise AssertionError("it did not start")
         finally:
@@ -96,7 +96,7 @@ class Client:
     Attributes:
         chat: Whether it is a chat.
         pins: What it pins in every turn.
-        said: Messages, or the text.
+        messages: Messages, or the text.
         answered: Tokens that the caches of its last whole turn hold at least.
         turns: How many did.
         name: The last answer's.
@@ -105,7 +105,7 @@ class Client:
     chat: bool
     pins: dict[str, Any]
     stops: list[str] = field(default_factory=list)
-    said: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
     answered: int = 0
     turns: int = 0
     name: str = ""
@@ -114,15 +114,15 @@ class Client:
         self, client: openai.OpenAI, tokens: int, more: str, model: str = MODEL, **more_options: Any
     ) -> int:
         """Ask on; how many tokens were known. The turn counts once its last event is here."""
-        asked = [*self.said, {"role": "user", "content": more}]
+        sent = [*self.messages, {"role": "user", "content": more}]
         options: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 1}
         options |= {"extra_body": {"mlx_h2o": {"pins": self.pins}}, "stream": True}
         options |= {"stream_options": {"include_usage": True}, "stop": self.stops or None}
         options |= more_options
         if self.chat:
-            chunks = client.chat.completions.create(messages=asked, logprobs=True, **options)
+            chunks = client.chat.completions.create(messages=sent, logprobs=True, **options)
         else:
-            prompt = "".join(message["content"] for message in asked)
+            prompt = "".join(message["content"] for message in sent)
             chunks = client.completions.create(prompt=prompt, logprobs=0, **options)
         text, usage, reason, name = "", None, None, ""
         pieces = list[str]()
@@ -138,7 +138,7 @@ class Client:
                     pieces += choice.logprobs.tokens
         assert reason is not None  # else the stream broke off
         assert usage is not None
-        self.said = [*asked, {"role": "assistant", "content": text}]
+        self.messages = [*sent, {"role": "assistant", "content": text}]
         self.answered, self.name = usage.prompt_tokens - 1, name
         # The caches go back to the end of the prompt where an end of text or a stop text was read,
         # or part of a character: no text spells that.
@@ -200,7 +200,7 @@ class Tally:
 
     turns: int = 0
     expected: int = 0
-    found: int = 0
+    known: int = 0
 
 
 def killed_again_and_again(
@@ -220,7 +220,7 @@ def killed_again_and_again(
                 before = one.answered
                 known = one.turn(client, 1, f" {words(drawn.randrange(400), 3)}")
                 tally.expected += 1
-                tally.found += known >= before
+                tally.known += known >= before
                 assert pins_of(port, one.name) == one.pins.get("spans", [])
             clients = [
                 Client(
@@ -229,7 +229,7 @@ def killed_again_and_again(
                 for i in range(4)
             ]
             for one in clients:
-                one.said = [{"role": "user", "content": words(drawn.randrange(300), 12)}]
+                one.messages = [{"role": "user", "content": words(drawn.randrange(300), 12)}]
             moment, turns = MOMENTS[kill % 3], drawn.randint(2, 6)
             talking = clients[1:] if moment == "answered" else clients
             with ThreadPoolExecutor(4) as pool:
@@ -251,20 +251,20 @@ def killed_again_and_again(
 
 def test_what_was_answered_is_there_after_kills(servers, tmp_path):
     tally = killed_again_and_again(servers, tmp_path, 3, seed=1)
-    assert tally.found == tally.expected > 3
+    assert tally.known == tally.expected > 3
 
 
 def test_what_was_answered_is_there_after_kills_with_files_of_rows(servers, tmp_path):
     rows = tmp_path / "rows"
     tally = killed_again_and_again(servers, tmp_path / "s", 3, 3, "--spill", str(rows))
-    assert tally.found == tally.expected > 3
+    assert tally.known == tally.expected > 3
     assert not list(rows.iterdir())
 
 
 def test_a_stopped_answer_to_a_conversation_is_there_after_a_kill(servers, tmp_path):
     """Only the text of an earlier answer tells the model's own tokens of it."""
     one = Client(chat=False, pins={}, stops=["e"])
-    one.said = [{"role": "user", "content": "Anne was"}]
+    one.messages = [{"role": "user", "content": "Anne was"}]
     with servers.running(tmp_path) as (process, port):
         client = openai_client(port)
         # Letters, which are not the tokens that a tokenizer makes of their text.
@@ -272,7 +272,7 @@ def test_a_stopped_answer_to_a_conversation_is_there_after_a_kill(servers, tmp_p
         known = one.turn(client, 60, f" {words(40, 12)}")
         before = one.answered
         assert 0 < known < before
-        other = Client(chat=False, pins={}, said=[{"role": "user", "content": "Another"}])
+        other = Client(chat=False, pins={}, messages=[{"role": "user", "content": "Another"}])
         other.turn(client, 1, " day")  # after which the first turn's file is gone
         os.kill(process, signal.SIGKILL)
     with servers.running(tmp_path) as (_, port):
@@ -283,7 +283,7 @@ def test_a_stopped_answer_to_a_conversation_is_there_after_a_kill(servers, tmp_p
 def test_what_was_answered_is_there_after_many_kills(servers, tmp_path):
     tally = killed_again_and_again(servers, tmp_path, 30, seed=2)
     print(tally)
-    assert tally.found == tally.expected > 30
+    assert tally.known == tally.expected > 30
 
 
 # -- continuations by an unchanged client ---------------------------------------------------------
@@ -295,13 +295,15 @@ def continued(folder: Path, conversations: int, model: str, seed: int) -> tuple[
     Returns:
         Turns that went on, and those of them whose caches were found.
     """
-    drawn, clients, asked, found = random.Random(seed), list[Client](), 0, 0
+    drawn, clients, turns, hits = random.Random(seed), list[Client](), 0, 0
     settings: dict[str, Any] = {"sessions": folder, "model": ModelChoice(model)}
     for _ in range(2):
         with serving(**settings) as server, ThreadPoolExecutor(4) as pool:
             clients = clients or [
                 Client(
-                    chat=i % 3 > 0, pins={}, said=[{"role": "user", "content": words(4 * i, 20)}]
+                    chat=i % 3 > 0,
+                    pins={},
+                    messages=[{"role": "user", "content": words(4 * i, 20)}],
                 )
                 for i in range(conversations)
             ]
@@ -313,19 +315,19 @@ def continued(folder: Path, conversations: int, model: str, seed: int) -> tuple[
 
             for _ in range(2):
                 more = [f" {words(drawn.randrange(400), drawn.randint(1, 9))}" for _ in clients]
-                for went_on, was_found in pool.map(ask, clients, more):
-                    asked, found = asked + went_on, found + was_found
-    return asked, found
+                for goes_on, is_known in pool.map(ask, clients, more):
+                    turns, hits = turns + goes_on, hits + is_known
+    return turns, hits
 
 
 def test_clients_that_send_back_what_they_got_are_found(tmp_path):
-    asked, found = continued(tmp_path, 12, MODEL, seed=1)
-    assert found == asked == 36
+    turns, hits = continued(tmp_path, 12, MODEL, seed=1)
+    assert hits == turns == 36
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "conversations"), [(MODEL, 95), ("smollm2-135m", 12)])
 def test_many_clients_that_send_back_what_they_got_are_found(tmp_path, model, conversations):
-    asked, found = continued(tmp_path, conversations, model, seed=2)
-    print(f"{model}: {found} of {asked} continuations were found")
-    assert found == asked == 3 * conversations
+    turns, hits = continued(tmp_path, conversations, model, seed=2)
+    print(f"{model}: {hits} of {turns} continuations were found")
+    assert hits == turns == 3 * conversations
