@@ -252,7 +252,7 @@ def test_weights_have_16_bits_unless_the_cpu_has_room_for_32(tmp_path, monkeypat
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     weight = mlx_h2o.load(str(path))[0].layers[0].self_attn.q_proj.weight
     assert weight.dtype == (mx.float32 if on_cpu else mx.float16)
-    monkeypatch.setattr(gguf, "MOST_FLOAT32_BYTES", 0)
+    monkeypatch.setattr(gguf, "FLOAT32_PART", 0)
     weights = dict(tree_flatten(mlx_h2o.load(str(path))[0].parameters()))
     assert {a.dtype for a in weights.values()} == {mx.float16}
     weights = dict(tree_flatten(mlx_h2o.load(str(path), mx.bfloat16)[0].parameters()))

@@ -7,6 +7,7 @@ convert_hf_to_gguf.py.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,9 +23,10 @@ from mlx_h2o.loading.gguf_tokenizer import tokenizer_of
 SUFFIX = ".gguf"
 #: Layers, heads and widths: hundreds of times what models have, and little enough to build.
 MOST_LAYERS, MOST_HEADS, WIDEST, LONGEST = 1_000, 65_536, 2**24, 2**31 - 1
-# MLX's CPU backend multiplies 16-bit matrices several times more slowly than float32 ones, so a
-# model that takes no more than this in float32 is loaded in it there.
-MOST_FLOAT32_BYTES = 4 << 30
+# MLX's CPU backend multiplies 16-bit and packed matrices many times more slowly than float32 ones
+# (a prompt of 512 tokens: 40 times and more), so a model that takes at most this part of the
+# machine's memory in float32 is loaded in it there. Its layout for the CPU takes as much again.
+FLOAT32_PART = 0.4
 
 # llama.cpp's names of arrays, and mlx-lm's.
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -271,9 +273,10 @@ def halves_apart(rows: mx.array, heads: int) -> mx.array:
 
 
 def default_dtype(file: GGUFFile) -> mx.Dtype:
-    """16 bits; float32 on a CPU, for a model that is small enough (`MOST_FLOAT32_BYTES`)."""
+    """16 bits; float32 on a CPU, for a model that is small enough (`FLOAT32_PART`)."""
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    small = file.elements * mx.float32.size <= MOST_FLOAT32_BYTES
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    small = file.elements * mx.float32.size <= FLOAT32_PART * memory
     return mx.float32 if on_cpu and small else family_of(file).dtype
 
 

@@ -91,7 +91,8 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
             qwen2, qwen3 and gemma3, of which every type of weights is dequantized.
         dtype: Cast the weights to it. Built-in models default to float32 on the CPU, where 16-bit
             arithmetic is slow, and to their own dtype elsewhere; GGUF files default to float32 on
-            the CPU if their weights then take at most 4 GiB, and to 16 bits elsewhere.
+            the CPU if their weights then take at most two fifths of the memory, and to 16 bits
+            elsewhere.
 
     Returns:
         The model, which remembers its folder, so that a profile beside its weights is found, and
