@@ -11,7 +11,7 @@ OLD_MLX_LM := 0.31.3
 # The oldest MLX, with that mlx-lm.
 OLD_MLX := 0.31.2
 # The mlx-vlm of its tests. Its models need no package but those above; what it asks for besides
-# (datasets, OpenCV, mlx-audio) weighs half a gigabyte, and is left out.
+# (datasets, OpenCV, mlx-audio) is left out.
 MLX_VLM := 0.7.10
 # The newest but one, for docs/reference/models.md: the newest is the environment's.
 PREVIOUS_MLX_LM := 0.32.1

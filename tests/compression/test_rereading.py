@@ -59,7 +59,7 @@ def test_queries_are_kept_only_to_fit_values_by(prompt, fitted, monkeypatch, tmp
     for spill in (None, tmp_path):
         empty = make_prompt_cache(model, 40, budgets="uniform", spill=spill)
         compress_into(empty, model, Characters(), prompt[:1], fitted=fitted)
-    with_and_without = [[one.q.size > 0 for one in reading.asked] for reading in readings]
+    with_and_without = [[one.q.size > 0 for one in reading.calls] for reading in readings]
     assert with_and_without == [[True, True] if fitted else [], []]
 
 

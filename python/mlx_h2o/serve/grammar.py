@@ -20,7 +20,7 @@ from mlx_h2o.serve.tools import FAMILIES, calls_of, family_of, json_rule
 #: The missing package, and how to install it.
 MISSING = (
     "response_format, and tool_choice 'required' or of a name, need llguidance: pip install "
-    "'mlx-h2o[grammar]'."
+    "llguidance"
 )
 #: The most tool calls in one answer, if it may have several.
 MAX_CALLS = 8
