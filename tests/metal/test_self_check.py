@@ -100,7 +100,7 @@ def test_doctor_checks_again_and_remembers_the_verdict(on_gpu, monkeypatch, caps
         if getattr(check.variant, "queries", 0) == 1 and check.variant.widths == (64, 64)
     )
     monkeypatch.setattr(examination, "every_check", lambda: [chosen])
-    for part in ("conversation", "memory", "times"):
+    for part in ("conversation", "memory"):
         monkeypatch.setattr(examination, f"{part}_section", lambda *_: SECTION)
     broken = on_gpu(harness_gpu(BROKEN["a wrong scale"][0]))
     assert main(["doctor"]) == 1

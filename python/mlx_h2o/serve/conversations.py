@@ -50,6 +50,7 @@ class Conversation:
         passed: Whether a longer conversation has gone on from it.
         shrunk: Whether it was made smaller.
         turns: The answers that ended here: several, if clients got the same one.
+        evicted: Whether any layer has evicted a token.
     """
 
     place: Place
@@ -60,6 +61,7 @@ class Conversation:
     passed: bool = False
     shrunk: bool = False
     turns: tuple[Turn, ...] = ()
+    evicted: bool = False
 
     @property
     def count(self) -> int:
@@ -194,7 +196,18 @@ class Conversations:
         return cache, count
 
     def _longest_before(self, wanted: Place) -> Conversation | None:
-        return max(self._before(wanted), key=lambda entry: entry.count, default=None)
+        """The longest conversation that a prompt goes on from.
+
+        The end of another request's prompt is no turn of a conversation. If tokens were evicted up
+        to there, they depend on where that prompt ended, so it serves the same prompt alone.
+        """
+        last = token_count(wanted.key) - 1
+        serving = (
+            entry
+            for entry in self._before(wanted)
+            if entry.kind != "prompt" or not entry.evicted or entry.count == last
+        )
+        return max(serving, key=lambda entry: entry.count, default=None)
 
     def _before(self, wanted: Place) -> list[Conversation]:
         """The entries that a prompt goes on from."""
@@ -253,7 +266,9 @@ class Conversations:
         turns = before.turns if before is not None else ()
         if before is not None and kind == "prompt":
             kind = before.kind
-        entry = Conversation(place, cache, kind, pieces, self._tick(), turns=turns)
+        bounded = (one for _, one in entries(cache) if isinstance(one, BoundedKVCache))
+        evicted = any(one.evicted for one in bounded)
+        entry = Conversation(place, cache, kind, pieces, self._tick(), turns=turns, evicted=evicted)
         self._entries[place] = entry
         if turn is not None:
             self.name(place, turn)
