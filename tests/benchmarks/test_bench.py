@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks import attention, figures, machine, model, products, threads
-from benchmarks.__main__ import cases_of, main
+from benchmarks.__main__ import DTYPES, cases_of, main
 from benchmarks.layers import full_layer
 from benchmarks.measuring import Samples, in_turns, summary, timed
 from benchmarks.report import Report, meaning
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
-from mlx_h2o.cli.options import DTYPES
 from mlx_h2o.evaluate import machine as described
 from mlx_h2o.policies import make_policy
 
