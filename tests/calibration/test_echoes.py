@@ -38,16 +38,16 @@ def test_every_stretch_is_said_twice_and_prose_fills_the_rest(length):
     assert len(echoes) == length // PERIOD
     for page in pages.tolist():
         for echo in echoes:
-            said = page[echo.said : echo.said + ECHO]
+            said = page[echo.first : echo.first + ECHO]
             assert page[echo.again : echo.again + ECHO] == said
             assert len(set(said)) == ECHO
             assert [page.count(token) for token in said] == [2] * ECHO
     assert sorted(set(pages.flatten().tolist())) == text[: 3 * (length - ECHO * len(echoes))]
-    spans = sorted((echo.said, echo.said + ECHO) for echo in echoes)
+    spans = sorted((echo.first, echo.first + ECHO) for echo in echoes)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert spans[0][0] > 0
     if length > 1000:  # from near and far
-        distances = [echo.again - echo.said for echo in echoes]
+        distances = [echo.again - echo.first for echo in echoes]
         assert min(distances) < PERIOD
         assert max(distances) > length // 4
 
@@ -105,7 +105,7 @@ def test_losses_are_those_of_attention_without_the_first_coming(options):
     weights, wanted = HeadWeights.of(watcher, out, 2), np.zeros(2)
     for echo in echoes:
         allowed = np.ones((T, T), bool)
-        allowed[:, echo.said : echo.said + ECHO] = False
+        allowed[:, echo.first : echo.first + ECHO] = False
         lost = mx.array((whole - attended(numbers, keys, values, allowed)).astype(np.float32))
         wanted += np.array(weights.errors(lost[:, None], 0))[
             :, 0, echo.again + LEAD : echo.again + ECHO
