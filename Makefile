@@ -129,8 +129,8 @@ MLX_C := $(CURDIR)/build/mlx_c
 HOST_GPU := $(CURDIR)/build/host_gpu.so
 ON_HOST_GPU := MLX_H2O_VERIFY=never LD_PRELOAD=$(HOST_GPU) HOST_GPU_SERVER="$(CURDIR)/$(BIN)/python $(CURDIR)/tests/host_gpu/serve.py"
 LAUNCHES := $(CURDIR)/build/launches.txt
-# Neither an index for editors nor anything to debug by, which take compilers a part of their time.
-SWIFT_TEST := PKG_CONFIG_PATH="$(MLX_C)" swift test --disable-index-store -debug-info-format none \
+# Nothing to debug by, which takes compilers a part of their time. (The index is how tests are found.)
+SWIFT_TEST := PKG_CONFIG_PATH="$(MLX_C)" swift test -debug-info-format none \
     -Xlinker -rpath -Xlinker "$(MLX_C)"
 test-swift: swift-lint swift-tests
 	$(CC) -std=gnu11 -O1 -fPIC -shared -Wl,-z,lazy -I c_api/mlx_c/include -o $(HOST_GPU) \
