@@ -56,8 +56,8 @@ def test_generate(positions, capsys):
     assert ("the model was trained for" in told) == (positions == "absolute")
 
 
-def test_python_is_warned_once_and_told_by_description_and_plan(loaded):
-    model, _ = loaded
+def test_python_is_warned_once_and_told_by_description_and_plan(embedded):
+    model, _ = embedded
     cache = mlx_h2o.make_prompt_cache(model, 64)
     model(mx.ones((1, TRAINED), mx.int32), cache=cache)
     assert "trained for" not in str(mlx_h2o.describe(cache))
