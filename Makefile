@@ -51,7 +51,7 @@ ELSEWHERE := --ignore tests/metal --ignore tests/conformance/test_c_api.py
 demo: $(VENV)/.installed
 	$(BIN)/mlx_h2o demo --out out
 
-# Everything a change can break, in ten minutes on two cores: Python beside lint and what is mostly
+# Everything a change can break, in half an hour on two cores: Python beside lint and what is mostly
 # compilers. The last lines are pytest's own, which count what was skipped.
 test: missing-tools $(VENV)/.installed
 	mkdir -p $(LOGS)
