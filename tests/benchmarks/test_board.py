@@ -90,7 +90,7 @@ def test_what_waits_for_the_file_and_the_last_queries_count(
         for array in (*waiting, *queries):
             beside += array.size * 2 if array.dtype == mx.float32 else array.nbytes
         if entry.spill is not None:
-            entry.spill._held.clear()
+            entry.spill._pending.clear()
         queries.clear()
     assert beside > 0
     assert counted_bytes(cache) == counted - beside

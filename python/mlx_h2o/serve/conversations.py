@@ -205,7 +205,7 @@ class Conversations:
         serving = (
             entry
             for entry in self._before(wanted)
-            if entry.kind != "prompt" or not entry.evicted or entry.count == last
+            if entry.kind != "prompt" or entry.turns or not entry.evicted or entry.count == last
         )
         return max(serving, key=lambda entry: entry.count, default=None)
 
