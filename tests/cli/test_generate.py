@@ -14,6 +14,7 @@ from mlx_lm import stream_generate
 import mlx_h2o
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.cli import generate, main
+from mlx_h2o.loading.fingerprint import fingerprint, model_metadata
 from mlx_h2o.loading.load import SAMPLE_TEXT
 
 # Long enough that a cache of 48 evicts while it is read.
@@ -223,7 +224,7 @@ def test_foreign_prompt_caches_are_refused(
     assert "was saved with --model another" in capsys.readouterr().err
 
     # The same name at another place may be another model: its weights decide.
-    about = generate.about_model("builtin:recall-4m", embedded)
+    about = model_metadata("builtin:recall-4m", fingerprint(*embedded))
     mlx_h2o.save_prompt_cache(file, cache, about | {"fingerprint": "0"})
     assert main(resume) == 2
     assert "another model of the name builtin:recall-4m" in capsys.readouterr().err

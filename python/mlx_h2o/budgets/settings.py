@@ -246,10 +246,10 @@ class CacheSettings:
 
     def grown(self, tokens: int) -> CacheSettings | None:
         """The settings for a conversation of so many tokens; None if they are the same."""
-        stages_begun = due(self.filling, tokens)
-        if not stages_begun:
+        count = due(self.filling, tokens)
+        if not count:
             return None
-        budgets, later = self.filling[stages_begun - 1].budgets, self.filling[stages_begun:]
+        budgets, later = self.filling[count - 1].budgets, self.filling[count:]
         return replace(self, budgets=budgets, filling=later)
 
     def checked_budgets(self, name: str, budgets: Any) -> tuple[int, ...]:

@@ -436,8 +436,8 @@ class BoundedKVCache:
         if N == 1:
             return None
         if return_array:
-            stored = self.size()
-            return mx.arange(stored + N) <= mx.arange(stored, stored + N)[:, None]
+            length = self.size()
+            return mx.arange(length + N) <= mx.arange(length, length + N)[:, None]
         return "causal"
 
     def _opened(self, keys: mx.array, values: mx.array) -> Layer:
@@ -565,8 +565,8 @@ class BoundedKVCache:
 
     def unpin(self, spans: Sequence[Span] | None = None) -> None:
         """Allow pinned tokens to be evicted; all of them without `spans`."""
-        stored = () if spans is None else without(self.pins, checked_spans("spans", spans))
-        self.pin_as(replace(self._layer.settings if self._layer else self._unopened, pins=stored))
+        pins = () if spans is None else without(self.pins, checked_spans("spans", spans))
+        self.pin_as(replace(self._layer.settings if self._layer else self._unopened, pins=pins))
 
     def pinned_settings(self, spans: Sequence[Span]) -> tuple[CacheSettings, PinAnswer]:
         """The settings that `pin` would set and its result; same arguments and errors."""
@@ -584,10 +584,8 @@ class BoundedKVCache:
             RuntimeError: The last rows were not attended to yet.
         """
         self.require_at_rest()
-        pins_asked = checked_spans("spans", spans)
-        answer = (
-            PinAnswer(pins_asked) if self._layer is None else answer_of(self._layer, pins_asked)
-        )
+        spans = checked_spans("spans", spans)
+        answer = PinAnswer(spans) if self._layer is None else answer_of(self._layer, spans)
         return joined((*self.pins, *answer.pinned, *answer.partly)), answer
 
     def pin_as(self, settings: CacheSettings) -> None:

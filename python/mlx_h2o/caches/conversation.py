@@ -16,13 +16,18 @@ from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.slots.pins import Span, joined
 
 
+def bounded_members(cache: Sequence[Any]) -> list[BoundedKVCache]:
+    """The bounded caches in a model's list, members of a CacheList too."""
+    return [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+
+
 def bounded_entries(cache: Sequence[Any]) -> list[BoundedKVCache]:
-    """The bounded caches in a model's list.
+    """The bounded caches in a model's list, at least one.
 
     Raises:
         NothingToBound: The list has none.
     """
-    layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+    layers = bounded_members(cache)
     if not layers:
         raise NothingToBound("There is no bounded cache in this list.")
     return layers

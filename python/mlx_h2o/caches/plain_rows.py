@@ -84,12 +84,12 @@ def _mask(layer: Layer, N: int, lost: int) -> mx.array:
     """log(lost / R) in the plain rows' columns, minus infinity in columns of later tokens."""
     run, rows = layer.runs[0], layer.store.reserved
     dtype = layer.store.fields["keys"].dtype
-    stored = min(layer.length, run.budget - 1) if N == 1 else layer.length
+    length = min(layer.length, run.budget - 1) if N == 1 else layer.length
     bias = mx.log(mx.full((1,), lost / rows))
-    mask = mx.concatenate([mx.broadcast_to(bias, (rows,)), mx.zeros(stored + N)])
+    mask = mx.concatenate([mx.broadcast_to(bias, (rows,)), mx.zeros(length + N)])
     if N > 1:
-        future = mx.arange(stored + N) > mx.arange(stored, stored + N)[:, None]
+        future = mx.arange(length + N) > mx.arange(length, length + N)[:, None]
         lowest = mx.finfo(dtype).min
         future = mx.pad(mx.where(future, lowest, 0.0), [(0, 0), (rows, 0)])
         mask = mx.maximum(mask + future, lowest)
-    return mx.broadcast_to(mask, (1, 1, N, rows + stored + N)).astype(dtype)
+    return mx.broadcast_to(mask, (1, 1, N, rows + length + N)).astype(dtype)

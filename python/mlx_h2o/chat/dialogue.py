@@ -19,7 +19,7 @@ from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.chat.kept_tokens import remembered, token_texts
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
-from mlx_h2o.loading.fingerprint import fingerprint, require_model
+from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.trained_length import past_training
 from mlx_h2o.slots.pins import Span
 
@@ -234,7 +234,7 @@ class Dialogue:
         if not self.tokens:
             raise ValueError("There is nothing to save yet.")
         mx.eval([entry.state for entry in self.cache])
-        about = {"model": model, "fingerprint": self._fingerprint}
+        about = model_metadata(model, self._fingerprint)
         save_prompt_cache(path, self.cache, about | conversation(self.tokens, self._pending))
 
     def load(self, path: str | Path, model: str) -> None:

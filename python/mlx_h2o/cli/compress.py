@@ -33,7 +33,7 @@ from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.compression.compress import CHUNK, DEFAULT_SIZE, compress_prompt
 from mlx_h2o.compression.distillation import MOST_STEPS, tokens_of_work
 from mlx_h2o.hosts.layer_probe import layer_kinds
-from mlx_h2o.loading.fingerprint import fingerprint
+from mlx_h2o.loading.fingerprint import fingerprint, model_metadata
 from mlx_h2o.slots.packed import BITS, UNPACKED
 from mlx_h2o.slots.pins import Span
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     tokens, messages = prompt_ids(tokenizer, text, args.system)
     pins = spans_for(rules, tokenizer, tokens, messages) if rules else ()
     cache = compressed(args, model, tokenizer, tokens, pins)
-    about = {"model": args.model, "fingerprint": fingerprint(model, tokenizer)}
+    about = model_metadata(args.model, fingerprint(model, tokenizer))
     written = {**about, "compressed": str(args.to), **conversation(tokens)}
     write_kept(args.out, lambda path: save_prompt_cache(path, cache, written))
     full = len(tokens) * sum(map(plain_bytes, layer_kinds(model)))

@@ -35,7 +35,7 @@ from mlx_h2o.cli.options import (
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.hosts.stock_caches import stock_caches
-from mlx_h2o.loading.fingerprint import fingerprint, require_model
+from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.trained_length import past_training
 
 DEFAULT_MAX_KV_SIZE = 512
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
         write_kept(
             args.save_prompt_cache,
             lambda path: save_prompt_cache(
-                path, cache, about_model(args.model, (model, tokenizer))
+                path, cache, model_metadata(args.model, fingerprint(model, tokenizer))
             ),
         )
     if args.json:
@@ -197,11 +197,6 @@ def print_differences(
             f"say: {of_file[0]}",
             file=sys.stderr,
         )
-
-
-def about_model(name: str, loaded: tuple[nn.Module, Any]) -> dict[str, str]:
-    """What a file says about the model of its cache: model and tokenizer as `load` gives them."""
-    return {"model": name, "fingerprint": fingerprint(*loaded)}
 
 
 def resumed_cache(args: argparse.Namespace, model: nn.Module, tokenizer: Any) -> list[Any]:

@@ -51,7 +51,7 @@ class RereadCache(Looking):
         self._every, self._calls = every, list[AttentionCall]()
 
     @property
-    def calls(self) -> AttentionCall:
+    def call(self) -> AttentionCall:
         """A call with the queries that were kept."""
         q = mx.concatenate([call.q for call in self._calls], axis=2)
         return self._calls[-1].with_queries(q)
@@ -174,7 +174,7 @@ def read_twice(
     queries = T + len(repeat) * -(-T // chunk)
     rates = [one.summed / queries for one in plain]
     rows = [(one.keys, one.values) for one in plain]
-    calls = [one.calls for one in plain] if keeps_queries else []
+    calls = [one.call for one in plain] if keeps_queries else []
     return Reading(caches, rows, [one.most for one in plain], rates, calls)
 
 

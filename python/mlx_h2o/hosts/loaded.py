@@ -1,4 +1,4 @@
-"""The libraries of models that are loaded: mlx-lm always, mlx-vlm once somebody imports it."""
+"""The libraries of models that are loaded: mlx-lm always, mlx-vlm once it is imported."""
 
 from __future__ import annotations
 

@@ -154,15 +154,9 @@ TABLE = {
 _replaced: dict[type, Call] = {}
 
 
-def install(package: str) -> None:
-    """Let every class of the table with a known source ask caches that can attend.
-
-    Args:
-        package: The top package of the library whose classes are meant.
-    """
+def install() -> None:
+    """Let every class of the table with a known source ask caches that can attend."""
     for module, own in TABLE.items():
-        if module.partition(".")[0] != package:
-            continue
         try:
             attention = importlib.import_module(module).Attention
         except (ImportError, AttributeError):  # another version of the library

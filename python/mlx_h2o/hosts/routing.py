@@ -42,6 +42,7 @@ def install() -> None:
         return
     warn_if_newer()
     loaded.for_each_host(_route)
+    own_attention.install()
 
 
 def _route(host: Host) -> None:
@@ -61,7 +62,6 @@ def _route(host: Host) -> None:
     _replaced.extend(pairs)
     for new, original in pairs:
         replace_everywhere(original, new)
-    own_attention.install(host.package)
 
 
 def uninstall() -> None:

@@ -45,6 +45,11 @@ def fingerprint(model: nn.Module, tokenizer: Any = None) -> str:
     return digest.hexdigest()
 
 
+def model_metadata(name: str, digest: str) -> dict[str, str]:
+    """What a saved cache says about its model, for `require_model`: its name and `fingerprint`."""
+    return {"model": name, "fingerprint": digest}
+
+
 def require_model(metadata: Mapping[str, str], digest: str, name: str, path: str | Path) -> None:
     """Raise ValueError if the metadata of a saved cache are those of another model.
 

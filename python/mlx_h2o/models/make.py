@@ -15,12 +15,13 @@ from mlx_h2o.budgets.plan import LayerKind, plain_bytes, plan_of, retrieval_head
 from mlx_h2o.budgets.settings import CacheSettings, ModelSettings
 from mlx_h2o.budgets.tensor_parallel import ranks_of
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.caches.latent import LatentKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.caches.shared import SharedKVCache
 from mlx_h2o.hosts import own_attention
-from mlx_h2o.hosts.cache_lists import entries, replaced
+from mlx_h2o.hosts.cache_lists import replaced
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.loaded import language_model
 from mlx_h2o.hosts.recorder import trained_context
@@ -127,7 +128,7 @@ def bounded_caches(
 
     made = [replaced(entry, bounded) for entry in caches]
     if not settings.rolls:  # one of them warns for all
-        _bounded_of(made)[0].trained = trained_context(model, 0)
+        bounded_members(made)[0].trained = trained_context(model, 0)
     if settings.spill is not None:
         spill_to(made, settings.spill, retrieval_heads(data.profile, len(kinds)))
     return made
@@ -145,7 +146,7 @@ def spill_to(
         spill: Where the file is to be, and how rows come back from it.
         heads: The KV heads of each layer to which evicted rows come back; None means all.
     """
-    layers = _bounded_of(cache)
+    layers = bounded_members(cache)
     written = [
         (layer, back)
         for layer, back in zip(layers, heads or [None] * len(layers), strict=True)
@@ -156,11 +157,6 @@ def spill_to(
     ways = spilling(spill, [(layer.packing, layer.frame) for layer, _ in written], pack)
     for (layer, back), way in zip(written, ways, strict=True):
         layer.spill_to(way, back)
-
-
-def _bounded_of(cache: Sequence[Any]) -> list[BoundedKVCache]:
-    """The bounded caches of a list."""
-    return [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
 
 
 def class_for(kind: LayerKind) -> type[BoundedKVCache]:

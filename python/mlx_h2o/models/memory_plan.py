@@ -24,6 +24,7 @@ from mlx_h2o._byte_size import size_text
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.layer_probe import layer_kinds
@@ -133,7 +134,7 @@ def planned_memory(
     mx.eval(model.parameters())
     weights = sum(weight.nbytes for _, weight in flattened(model))
     caches = bounded_caches(model, settings)
-    bounded = [entry for _, entry in entries(caches) if isinstance(entry, BoundedKVCache)]
+    bounded = bounded_members(caches)
     kv = sum(kv_bytes(entry, prompt) for entry in bounded)
     others = [entry for _, entry in entries(caches) if not isinstance(entry, BoundedKVCache)]
     spans = [_most_rows(entry, prompt, chunk) for entry in others]

@@ -7,9 +7,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.caches.trained_length import past_training_text
-from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.recorder import trained_context
 
 
@@ -25,7 +24,7 @@ def past_training(model: nn.Module, cache: Sequence[Any]) -> str | None:
         trained for, nothing is bounded, or positions roll.
     """
     trained = trained_context(model, 0)
-    bounded = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+    bounded = bounded_members(cache)
     tokens = max((entry.offset for entry in bounded), default=0)
     if not trained or tokens <= trained or all(entry.settings.rope for entry in bounded):
         return None

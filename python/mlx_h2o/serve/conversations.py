@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.caches.conversation import bounded_entries
+from mlx_h2o.caches.conversation import bounded_entries, bounded_members
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.models.resize import resize
 from mlx_h2o.serve.keys import Place, common_tokens, key_of, token_count, tokens_of
@@ -50,7 +50,6 @@ class Conversation:
         passed: Whether a longer conversation has gone on from it.
         shrunk: Whether it was made smaller.
         turns: The answers that ended here: several, if clients got the same one.
-        evicted: Whether any layer has evicted a token.
     """
 
     place: Place
@@ -61,7 +60,6 @@ class Conversation:
     passed: bool = False
     shrunk: bool = False
     turns: tuple[Turn, ...] = ()
-    evicted: bool = False
 
     @property
     def count(self) -> int:
@@ -72,6 +70,11 @@ class Conversation:
     def nbytes(self) -> int:
         """The bytes of its caches."""
         return sum(self.pieces.values())
+
+    @property
+    def evicted(self) -> bool:
+        """Whether any layer has evicted a token."""
+        return any(entry.evicted for entry in bounded_members(self.cache))
 
     @property
     def is_snapshot(self) -> bool:
@@ -266,9 +269,7 @@ class Conversations:
         turns = before.turns if before is not None else ()
         if before is not None and kind == "prompt":
             kind = before.kind
-        bounded = (one for _, one in entries(cache) if isinstance(one, BoundedKVCache))
-        evicted = any(one.evicted for one in bounded)
-        entry = Conversation(place, cache, kind, pieces, self._tick(), turns=turns, evicted=evicted)
+        entry = Conversation(place, cache, kind, pieces, self._tick(), turns=turns)
         self._entries[place] = entry
         if turn is not None:
             self.name(place, turn)

@@ -15,9 +15,8 @@ from mlx_lm.utils import load as load_by_mlx_lm
 from mlx_lm.utils import sharded_load
 
 from mlx_h2o.budgets.settings import ModelSettings
-from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.calibration.first_use import profile_at_load
-from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.recorder import trained_context
 from mlx_h2o.hosts.refusals import NothingToBound
 from mlx_h2o.hosts.stock_caches import stock_caches
@@ -139,7 +138,7 @@ class ServedModel:
                     f"These caches may take {need:,} bytes, and the server holds {self._bound:,} "
                     "in all: ask for fewer."
                 )
-        bounded = [entry for _, entry in entries(empty) if isinstance(entry, BoundedKVCache)]
+        bounded = bounded_members(empty)
         rolls = bool(bounded) and all(entry.settings.rope for entry in bounded)
         return CachePlan(label, empty, need, self._batches(empty), rolls)
 

@@ -21,8 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.caches.conversation import pin
+from mlx_h2o.caches.conversation import bounded_members, pin
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.models.trained_length import past_training
@@ -448,7 +447,7 @@ class Scheduler:
     def _open(self, one: Sequence) -> None:
         cache, known = self.conversations.take(self._wanted(one), one.empty)
         # Requested pins may have been removed by hand since.
-        bounded = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+        bounded = bounded_members(cache)
         more = without(one.mark.pins, bounded[0].pins) if bounded else ()
         if more:
             pin(cache, more)

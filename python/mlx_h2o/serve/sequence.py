@@ -10,8 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.keys import Mark, Place, key_of
 from mlx_h2o.serve.model import CachePlan
@@ -197,5 +196,5 @@ def byte_letters() -> dict[int, str]:
 
 def evicted(cache: Several[Any]) -> float:
     """The tokens that a list's bounded caches have evicted, mean over layers."""
-    counts = [e.evicted for _, e in entries(cache) if isinstance(e, BoundedKVCache)]
+    counts = [entry.evicted for entry in bounded_members(cache)]
     return sum(counts) / len(counts) if counts else 0.0
