@@ -125,7 +125,7 @@ struct Parser {
     return utf8(letter);
   }
 
-  // Of "uXXXX", at whose last digit it ends.
+  // The number in "uXXXX"; `at` is then at its last digit.
   uint32_t unit() {
     if (text[at] != 'u' || at + 4 >= text.size()) fail();
     uint32_t number = 0;

@@ -13,7 +13,7 @@ class Core {
  public:
   // Raises for what makes no cache.
   explicit Core(CacheSettings settings);
-  // Raises if a function of the program failed in the middle of a change: what is held is none.
+  // Raises if a function of the program failed in the middle of a change: the state is not valid.
   void check_whole() const {
     check(
         !broken_, "A function of the program failed in the middle of a step: make a new cache.",

@@ -130,7 +130,7 @@ static void as_h2o(bool sums) {
       !mlx_h2o_cache_arrays(&arrays, &settings, b, s) &&
           mlx_h2o_cache_restore(&back, h2o, arrays, mlx_string_data(settings), s) && !back.ctx &&
           mlx_h2o_last_error_code() == MLX_H2O_ERROR_ARGUMENT,
-      "a policy of the library's is none of one's own");
+      "a policy of the library where one of the program's own is due");
   expect(!mlx_h2o_cache_arrays(&arrays, &settings, a, s), "arrays");
   expect(!mlx_h2o_cache_restore(&back, mine, arrays, mlx_string_data(settings), s), "it");
   expect(!mlx_h2o_cache_use_kernels(back, false), "plain");

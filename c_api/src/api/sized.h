@@ -8,7 +8,7 @@
 
 namespace mlx_h2o {
 
-// Raises unless a program says so many bytes, which those of the first version are.
+// Raises for a struct of fewer bytes than that of the first version.
 inline void check_size(size_t size, size_t least, const std::string& name) {
   check(
       size >= least,

@@ -327,10 +327,10 @@ private final class ChatMemory: @unchecked Sendable {
     /// in the template ends with more of them; another one is taken back where it can be.
     func following(_ template: ArraySlice<Int>) -> [Int] {
         let ends = tokens + pending
-        let known = (1 ... template.count).last {
+        let overlap = stride(from: template.count, to: 0, by: -1).first {
             ends.suffix($0).elementsEqual(template.prefix($0))
         }
-        if let known { return pending + template.dropFirst(known) }
+        if let overlap { return pending + template.dropFirst(overlap) }
         let bounded = (caches ?? []).compactMap { $0 as? H2OKVCache }
         if isStop, bounded.count == caches?.count, bounded.allSatisfy({ $0.undoableSteps > 0 }) {
             for cache in bounded { cache.trim(1) }

@@ -138,9 +138,9 @@ import Testing
         #expect(await other.transcript == session.transcript)
         // Each token that the caches have read is in the file, as Python wants it.
         let (caches, metadata) = try H2OKVCache.loadedCaches(from: url)
-        let kept = try H2OSettingValue(parsing: metadata["mlx-h2o dialogue"]!)
-        #expect(kept["tokens"]!.array!.count == caches[0].offset)
-        #expect(kept["pending"]!.array!.isEmpty)
+        let dialogue = try H2OSettingValue(parsing: metadata["mlx-h2o dialogue"]!)
+        #expect(dialogue["tokens"]!.array!.count == caches[0].offset)
+        #expect(dialogue["pending"]!.array!.isEmpty)
         // A file of caches that is no conversation leaves this one as it is.
         try H2OKVCache.saveCaches(session.held!, to: url)
         await #expect(throws: H2OError.self) { try await other.restore(from: url) }
