@@ -2,12 +2,16 @@
 
 import json
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import mlx_h2o
 from mlx_h2o._byte_size import size_text
+from mlx_h2o.caches.peak import PeakMemory
 from mlx_h2o.cli import main
+from model_coverage import coverage_model
+from tiny_models import prompt_tokens
 
 DESCRIBE = ["describe", "--model", "builtin:recall-4m"]
 
@@ -20,7 +24,10 @@ def test_a_description_prints_five_lines_at_most_and_tells_each_layer():
     assert len(described) == 35
     lines = str(described).splitlines()
     assert len(lines) <= 5
-    assert lines[0].startswith("33 of 35 layers are bounded")
+    assert lines[0] == (
+        "31 of 35 layers bounded (1 with a sliding window of 64 tokens, 1 with a sliding window of "
+        "32 tokens, 2 with a KVCache that may grow), no bound for all, 0 bytes now"
+    )
     assert lines[1].startswith("layers 0 to 29: H2OKVCache, 24 to 32 slots a KV head")
     assert lines[-2] == "2 other layers of 2 kinds"
     assert lines[-1].startswith("NOT bounded: layers 33 to 34: ")
@@ -30,7 +37,8 @@ def test_a_description_prints_five_lines_at_most_and_tells_each_layer():
 def test_the_command_tells_a_summary_or_all(capsys):
     assert main([*DESCRIBE, "--kv-memory", "25%"]) == 0
     summary = capsys.readouterr().out.splitlines()
-    assert summary[0].startswith("4 of 4 layers are bounded")
+    assert summary[0].startswith("4 of 4 layers bounded, ")
+    assert summary[0].endswith(" MB at most, 4.1 kB now")
     assert summary[1].startswith("layers 0 to 3: H2OKVCache, ")
     assert summary[2].startswith("chosen by the profile: ")
     assert len(summary) == 3
@@ -38,6 +46,34 @@ def test_the_command_tells_a_summary_or_all(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert main([*DESCRIBE, "--json"]) == 0
     assert [layer["bounded"] for layer in json.loads(capsys.readouterr().out)] == [True] * 4
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_line_about_memory_says_what_is_measured(name, batch):
+    """Windows and states beside ours count too, and every sequence of a batch."""
+    model = coverage_model(name)
+    cache, reading = mlx_h2o.make_prompt_cache(model, 24), PeakMemory()
+    model(mx.array([prompt_tokens(90)] * batch), cache=cache)
+    mx.eval([entry.state for entry in cache])
+    described = mlx_h2o.describe(cache, reading.most)
+    nbytes = sum(entry.nbytes for entry in cache)
+    assert f"{size_text(nbytes)} now, peak while reading" in described.memory
+    assert described.peak >= nbytes
+    most = described.most
+    for token in range(40):
+        model(mx.array([[token]] * batch), cache=cache)
+        mx.eval([entry.state for entry in cache])
+        if token > 8:  # a window is cut at the steps after its prompt
+            assert 0.9 * most < sum(entry.nbytes for entry in cache) <= most
+
+
+def test_a_batch_of_sequences_is_bounded(embedded):
+    cache = mlx_h2o.make_prompt_cache(embedded[0], 48)
+    merged = [type(entry).merge([entry, entry]) for entry in cache]
+    described = mlx_h2o.describe(merged)
+    assert all(layer.bounded for layer in described)
+    assert described.most == 2 * mlx_h2o.describe(cache).most
 
 
 @pytest.mark.parametrize(

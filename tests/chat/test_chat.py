@@ -69,7 +69,8 @@ def test_a_chat_in_the_terminal(tmp_path):
     chat.read_until("> ")
     said = chat.say(f"We met in spring. {fact} Then the summer came, and with it the heat.")
     status = re.search(
-        r"\[(\d+) slots a head, [\d.]+ [kM]B, \d+ of (\d+) tokens evicted, (\d+) pinned",
+        r"\[4 of 4 layers bounded, [\d.]+ [kM]B at most, [\d.]+ [kM]B now, peak while reading "
+        r"[\d.]+ [kM]B; (\d+) of (\d+) tokens evicted, (\d+) pinned",
         said,
     )
     assert status, said
@@ -122,7 +123,7 @@ def test_pasted_lines_are_one_message_and_ctrl_c_twice_saves(tmp_path):
     chat.read_until(ready)
     os.write(chat.master, b"\x1b[200~Anne went home.\nToby stayed.\x1b[201~\r")
     answer = chat.read_until("tokens/s]\r\n") + chat.read_until(ready)
-    assert answer.count(" slots a head") == 1
+    assert answer.count(" peak while reading ") == 1
     os.write(chat.master, b"\x03")
     chat.read_until("ends the chat]\r\n")
     chat.read_until(ready)

@@ -50,8 +50,10 @@ def test_text_is_streamed_and_the_report_closes(
     evicted = round(sum(entry.evicted for entry in cache) / len(cache))
     assert evicted > 0
     assert "tokens/s" in printed.err
-    assert f"{size_text(held)} of KV; {evicted} of {cache[0].offset} tokens evicted" in printed.err
-    assert printed.err.endswith("every layer's memory is bounded\n")
+    assert f"\n{evicted} of {cache[0].offset} tokens evicted" in printed.err
+    memory = mlx_h2o.describe(cache).memory
+    assert f"{size_text(held)} now" in memory
+    assert f"memory: {memory}, peak while reading " in printed.err
 
 
 def test_rolling_positions_say_once_that_they_turn_the_remainder_off(
@@ -80,7 +82,7 @@ def test_json_reports_the_bytes_really_held(
     assert found["finish_reason"] == "length"
     assert found["context_tokens"] == found["prompt_tokens"] + 12 == cache[0].offset
     assert found["evicted_tokens"] > 0
-    assert found["not_bounded"] == []
+    assert found["memory"].startswith("4 of 4 layers bounded, ")
 
 
 def test_a_resumed_run_continues_as_an_uninterrupted_one(

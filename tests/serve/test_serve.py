@@ -34,6 +34,13 @@ def plain() -> Iterator[Running]:
         yield running
 
 
+def test_the_server_says_what_a_conversation_takes_at_most(capsys, embedded):
+    with serving():
+        pass
+    memory = mlx_h2o.describe(mlx_h2o.make_prompt_cache(embedded[0], SIZE)).memory
+    assert f"a conversation: {memory}" in capsys.readouterr().err
+
+
 # -- clients --------------------------------------------------------------------------------------
 
 

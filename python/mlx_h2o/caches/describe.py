@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.batch import BatchH2OKVCache
+from mlx_h2o.caches.most_bytes import most_of_bounded, most_of_own
 from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.loaded import is_cache
@@ -34,7 +37,8 @@ class LayerDescription:
         bounded: Whether its memory has a bound.
         reason: Why it is bounded, or why not.
         budgets: Slots per KV head of a bounded cache, once known.
-        nbytes: Bytes held now.
+        nbytes: Bytes in memory now.
+        own: What a cache of the model's own is that is left as it is; else empty.
     """
 
     layer: str
@@ -43,6 +47,7 @@ class LayerDescription:
     reason: str
     budgets: list[int] | None
     nbytes: int
+    own: str = ""
 
     def __str__(self) -> str:
         state = "bounded" if self.bounded else "NOT bounded"
@@ -56,17 +61,47 @@ class Description(list[LayerDescription]):
     there is one line more.
     """
 
+    #: The most bytes of all layers' caches in a conversation; None if not known.
+    most: int | None = None
+    #: The most bytes of caches and computation while a prompt was read, if measured.
+    peak: int | None = None
     #: What to say where the conversation, or its context, is longer than the model was trained for.
     past_training = ""
 
     def __str__(self) -> str:
         return "\n".join(self.summary())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers in memory now."""
+        return sum(layer.nbytes for layer in self)
+
+    @property
+    def memory(self) -> str:
+        """One line: how many layers are bounded, what the others have, and bytes.
+
+        "24 of 32 layers bounded (8 with a sliding window of 512 tokens), 96 MB at most, 31 MB now,
+        peak while reading 40 MB".
+        """
+        own = Counter(layer.own for layer in self if layer.own)
+        rest = [f"{count} with {kind}" for kind, count in own.items()]
+        others = f" ({', '.join(rest)})" if rest else ""
+        ours = sum(not layer.own for layer in self)
+        parts = [f"{ours} of {len(self)} layers bounded{others}"]
+        now = self.nbytes
+        if not all(layer.bounded for layer in self):
+            parts.append("no bound for all")
+        elif self.most is not None:
+            parts.append(f"{size_text(max(self.most, now))} at most")
+        parts.append(f"{size_text(now)} now")
+        if self.peak is not None:
+            parts.append(f"peak while reading {size_text(self.peak)}")
+        return ", ".join(parts)
+
     def summary(self) -> list[str]:
-        """How many layers are bounded, what alike layers have in common, and which may grow."""
+        """The memory in one line, what alike layers have in common, and which may grow."""
         bounded = [layer for layer in self if layer.bounded]
-        now = size_text(sum(layer.nbytes for layer in self))
-        lines = [f"{len(bounded)} of {len(self)} layers are bounded, {now} held now"]
+        lines = [self.memory]
         alike: dict[tuple[str, str], list[LayerDescription]] = {}
         for layer in bounded:
             alike.setdefault((layer.kind, SLOTS.sub("", _plain(layer.reason))), []).append(layer)
@@ -133,9 +168,15 @@ def _slots(reason: str) -> list[str]:
     return [n for n in match.groups() if n] if match else []
 
 
-def describe(cache: list[Any]) -> Description:
-    """For each layer whether it is bounded, and why; printed, a summary."""
+def describe(cache: list[Any], peak: int | None = None) -> Description:
+    """For each layer whether it is bounded, and why; printed, a summary.
+
+    Args:
+        cache: A model's caches.
+        peak: The most bytes that they and the computation took while a prompt was read, if known.
+    """
     described = Description(_described(layer, entry) for layer, entry in entries(cache))
+    described.most, described.peak = _most_bytes(cache), peak
     for _, entry in entries(cache):
         if isinstance(entry, BoundedKVCache) and entry.trained:
             tokens = max(entry.offset, entry.context or 0)
@@ -144,12 +185,40 @@ def describe(cache: list[Any]) -> Description:
     return described
 
 
+def _most_bytes(cache: list[Any]) -> int | None:
+    """The most bytes of a model's caches between two steps; None if one grows or is not known."""
+    of_all = [entry for _, entry in entries(cache)]
+    # Each layer's caches, one a sequence in a batch.
+    bounded = [e.caches if isinstance(e, BatchH2OKVCache) else [e] for e in of_all if _is_ours(e)]
+    own = [entry for entry in of_all if not _is_ours(entry)]
+    most = [None if _nbytes(entry) == 0 else most_of_own(entry) for entry in own]
+    if None in most or any(layer.share is None for layers in bounded for layer in layers):
+        return None
+    ours = sum(most_of_bounded(layers) * _batch(layers[0]) for layers in zip(*bounded, strict=True))
+    return ours + sum(nbytes for nbytes in most if nbytes is not None)
+
+
+def _batch(entry: BoundedKVCache) -> int:
+    """The sequences of a cache."""
+    return entry.layer.types["keys"].batch if entry.layer else 1
+
+
+def _is_ours(entry: Any) -> bool:
+    return isinstance(entry, BoundedKVCache | BatchH2OKVCache)
+
+
+def _nbytes(entry: Any) -> int:
+    try:
+        return int(entry.nbytes)
+    except (AttributeError, NotImplementedError):  # not all of a library's caches tell
+        return 0
+
+
 def _described(layer: str, entry: Any) -> LayerDescription:
     name = type(entry).__name__
-    try:
-        nbytes = entry.nbytes
-    except (AttributeError, NotImplementedError):
-        nbytes = 0
+    nbytes = _nbytes(entry)
+    if isinstance(entry, BatchH2OKVCache) and entry.caches:
+        return replace(_described(layer, entry.caches[0]), kind=name, nbytes=nbytes)
     if isinstance(entry, BoundedKVCache):
         policy = entry.policy.name
         answer = "evicted tokens go on answering" if entry.answers else "no remainder"
@@ -172,15 +241,16 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         return LayerDescription(layer, name, True, reason, entry.budgets, nbytes)
     if is_cache(entry, "RotatingKVCache"):
         reason = f"the model's own sliding window of {entry.max_size} tokens"
-        return LayerDescription(layer, name, True, reason, None, nbytes)
-    if is_cache(entry, "ArraysCache"):
-        reason = "a state of fixed size, not a list of tokens"
-        return LayerDescription(layer, name, True, reason, None, nbytes)
-    if is_cache(entry, "ChunkedKVCache"):
+        own = f"a sliding window of {entry.max_size} tokens"
+    elif is_cache(entry, "ArraysCache"):
+        reason, own = "a state of fixed size, not a list of tokens", "a state of fixed size"
+    elif is_cache(entry, "ChunkedKVCache"):
         reason = f"the model's own chunks of {entry.chunk_size} tokens"
-        return LayerDescription(layer, name, True, reason, None, nbytes)
-    reason = "a cache of the model's own kind, left as it is; it may grow with the conversation"
-    return LayerDescription(layer, name, False, reason, None, nbytes)
+        own = f"chunks of {entry.chunk_size} tokens"
+    else:
+        reason = "a cache of the model's own kind, left as it is; it may grow with the conversation"
+        return LayerDescription(layer, name, False, reason, None, nbytes, f"a {name} that may grow")
+    return LayerDescription(layer, name, True, reason, None, nbytes, own)
 
 
 def _saturation(entry: BoundedKVCache) -> str:

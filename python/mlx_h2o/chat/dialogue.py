@@ -15,7 +15,9 @@ import numpy as np
 from mlx_lm import stream_generate
 
 from mlx_h2o.caches.conversation import bounded_entries, new_turn, pin, unpin
+from mlx_h2o.caches.describe import describe
 from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
+from mlx_h2o.caches.peak import PeakMemory
 from mlx_h2o.chat.kept_tokens import remembered, token_texts
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
@@ -69,6 +71,8 @@ class Dialogue:
         self.tokens: list[int] = []
         # Tokens that the model said, and that the caches have not read.
         self._pending: list[int] = []
+        # The most bytes while the last turn was read.
+        self._peak: int | None = None
 
     # -- turns ------------------------------------------------------------------------------------
 
@@ -87,10 +91,13 @@ class Dialogue:
             new_turn(self.cache, self._carry)
         self._pin_by_rules(new, messages)
         said: list[int] = []
+        reading = PeakMemory(describe(self.cache).nbytes)
         try:
             for response in stream_generate(
                 self._model, self._tokenizer, new, max_tokens, prompt_cache=self.cache, **options
             ):
+                if not said:
+                    self._peak = reading.most
                 said.append(response.token)
                 yield response
         finally:
@@ -201,14 +208,16 @@ class Dialogue:
                 words.append((word, sum(of) / len(of)))
         return words
 
+    @property
+    def memory(self) -> str:
+        """The line of `describe` about the memory."""
+        return describe(self.cache, self._peak).memory
+
     def status(self) -> dict[str, int]:
-        """Tokens, slots of a KV head, bytes, evictions and pinned tokens."""
+        """Tokens, evictions and pinned tokens."""
         layers = bounded_entries(self.cache)
-        budgets = [count for layer in layers for count in layer.budgets or ()]
         return {
             "tokens": len(self.tokens),
-            "slots": sum(budgets) // max(len(budgets), 1),
-            "bytes": sum(getattr(entry, "nbytes", 0) for entry in self.cache),
             "evicted": sum(layer.evicted for layer in layers) // len(layers),
             "pinned": sum(end - first for first, end in layers[0].pins),
         }

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_h2o._byte_size import size_text
 from mlx_h2o._files import cache_folder, require_writable
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.cli import interrupts
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
     sampler = make_sampler(args.temp, args.top_p)
     if args.load is not None:
         dialogue.load(args.load, args.model)
-    print(f"{args.model}; /help lists the commands.", flush=True)
+    print(f"{args.model}; {dialogue.memory}; /help lists the commands.", flush=True)
     talk = Talk(dialogue, args, sampler)
     try:
         talk.go_on()
@@ -207,10 +206,7 @@ class Talk:
     def _status(self, speed: float) -> str:
         now = self._dialogue.status()
         evicted = f"{now['evicted']:,} of {now['tokens']:,} tokens evicted"
-        return (
-            f"[{now['slots']} slots a head, {size_text(now['bytes'])}, {evicted}, "
-            f"{now['pinned']} pinned, {speed:.1f} tokens/s]"
-        )
+        return f"[{self._dialogue.memory}; {evicted}, {now['pinned']} pinned, {speed:.1f} tokens/s]"
 
     def _pin(self, text: str) -> None:
         answer = self._dialogue.pin(text or self._last)

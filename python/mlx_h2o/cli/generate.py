@@ -15,13 +15,13 @@ from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_h2o import _checks
-from mlx_h2o._byte_size import size_text
 from mlx_h2o._files import require_writable, write_kept
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.conversation import pin
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.caches.files import load_prompt_cache, require_savable, save_prompt_cache
+from mlx_h2o.caches.peak import PeakMemory
 from mlx_h2o.chat.kept_tokens import bounded_layers
 from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.cli.options import (
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         # A resumed conversation's prompt comes after the tokens that the cache holds.
         offset = max(entry.offset for _, entry in bounded_layers(cache))
         pin(cache, spans_for(rules, tokenizer, prompt, messages, offset))
-    text, tokens = "", []
+    text, tokens, reading = "", [], PeakMemory(describe(cache).nbytes)
     with progress_bar("reading the prompt", "tokens", transient=True) as bar:
         responses = stream_generate(
             model,
@@ -122,6 +122,7 @@ def run(args: argparse.Namespace) -> None:
             prompt_progress_callback=bar,
         )
         first = next(responses)
+    peak = reading.most
     for response in chain([first], responses):
         text += response.text
         tokens.append(response.token)
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
         print(flush=True)
     if (warning := past_training(model, cache)) is not None:
         print(warning, file=sys.stderr)
-    report = closing_report(cache, response) | {"text": text, "tokens": tokens}
+    report = closing_report(cache, response, peak) | {"text": text, "tokens": tokens}
     if args.save_prompt_cache is not None:
         write_kept(
             args.save_prompt_cache,
@@ -254,9 +255,15 @@ def prompt_tokens(
     return tokens, messages
 
 
-def closing_report(cache: list[Any], response: Any) -> dict[str, Any]:
-    """Speeds, memory held, and the memory without bound, as JSON types."""
-    layers = describe(cache)
+def closing_report(cache: list[Any], response: Any, peak: int) -> dict[str, Any]:
+    """Speeds and memory, as JSON types.
+
+    Args:
+        cache: The model's caches.
+        response: mlx-lm's last response.
+        peak: The most bytes while the prompt was read.
+    """
+    layers = describe(cache, peak)
     bounded = [entry for _, entry in bounded_layers(cache)]
     return {
         "prompt_tokens": response.prompt_tokens,
@@ -264,23 +271,22 @@ def closing_report(cache: list[Any], response: Any) -> dict[str, Any]:
         "generation_tokens": response.generation_tokens,
         "generation_tps": response.generation_tps,
         "finish_reason": response.finish_reason,
-        "kv_bytes": sum(layer.nbytes for layer in layers),
+        "kv_bytes": layers.nbytes,
         "context_tokens": max(entry.offset for entry in bounded),
         "evicted_tokens": round(sum(entry.evicted for entry in bounded) / len(bounded)),
         "layers": [vars(layer) for layer in layers],
-        "not_bounded": [str(layer) for layer in layers if not layer.bounded],
+        "memory": layers.memory,
     }
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The closing report for people."""
-    unbounded = report["not_bounded"] or ["every layer's memory is bounded"]
     return [
         "-" * 10,
         f"prompt: {report['prompt_tokens']} tokens, {report['prompt_tps']:.1f} tokens/s; "
         f"generation: {report['generation_tokens']} tokens, "
         f"{report['generation_tps']:.1f} tokens/s",
-        f"memory: {size_text(report['kv_bytes'])} of KV; {report['evicted_tokens']:,} of "
-        f"{report['context_tokens']:,} tokens evicted (mean over heads)",
-        *unbounded,
+        f"memory: {report['memory']}",
+        f"{report['evicted_tokens']:,} of {report['context_tokens']:,} tokens evicted (mean over "
+        "heads)",
     ]

@@ -15,12 +15,12 @@ import mlx.nn as nn
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.self_check import Verdict, mode
 from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.peak import PeakMemory
 from mlx_h2o.doctor.commit import commit
 from mlx_h2o.doctor.variants import every_check
 from mlx_h2o.evaluate.machine import machine
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.models.make import make_prompt_cache
-from mlx_h2o.slots import reserved_range
 
 #: With --quick one of so many kernel variants is checked.
 QUICK = 7
@@ -186,15 +186,12 @@ def memory_section() -> Section:
 
 def _layer_memory(bits: int | None, prompt: int, slots: int, steps: int) -> tuple[int, int, int]:
     """`nbytes` of a layer, its bytes in memory, and at most during its prompt."""
-    mx.clear_cache()
-    before, in_ranges = mx.get_active_memory(), reserved_range.bytes_held()
-    mx.reset_peak_memory()
+    memory = PeakMemory()
     cache = _filled_layer(bits, prompt, slots)
-    peak = mx.get_peak_memory() - before + reserved_range.bytes_held() - in_ranges
+    peak = memory.most
     for _ in range(steps):
         mx.eval(_layer_step(cache, *_layer_rows(1)))
-    memory = mx.get_active_memory() - before + reserved_range.bytes_held() - in_ranges
-    return cache.nbytes, memory, peak
+    return cache.nbytes, memory.now, peak
 
 
 def _filled_layer(bits: int | None, prompt: int, slots: int) -> H2OKVCache:

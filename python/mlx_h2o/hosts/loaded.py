@@ -41,7 +41,12 @@ def is_cache(entry: Any, *kinds: str) -> bool:
 
 def is_plain(entry: Any) -> bool:
     """Whether a cache is a library's `KVCache`, which grows by every token, and no subclass."""
-    return any(type(entry) is host.caches.KVCache for host in hosts())
+    return is_exactly(entry, "KVCache")
+
+
+def is_exactly(entry: Any, kind: str) -> bool:
+    """Whether a cache's class is this one of a library, and no subclass."""
+    return type(entry).__name__ == kind and library_of(entry) is not None
 
 
 def library_of(entry: Any) -> Host | None:

@@ -21,10 +21,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
-from mlx_h2o.budgets.cost import bytes_by_stage
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.most_bytes import most_of_bounded, most_of_own
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.stock_caches import stock_caches
@@ -146,12 +145,12 @@ def most_bytes(
     Raises:
         ValueError: One of them has no bound that is known beforehand.
     """
-    layers: list[list[int]] = []
+    layers: list[BoundedKVCache] = []
     others = 0
     known = dict[str, int]()
     for place, entry in entries(cache):
         if isinstance(entry, BoundedKVCache) and entry.share is not None:
-            layers.append(bytes_by_stage(entry.settings, entry.share.widths))
+            layers.append(entry)
             continue
         known = known or (_most_of_others(model, chunk) if model is not None else {})
         if place not in known:
@@ -161,9 +160,7 @@ def most_bytes(
                 "conversation by --max-kv-size."
             )
         others += known[place]
-    stages = max(map(len, layers), default=0)
-    sums = [sum(layer[min(i, len(layer) - 1)] for layer in layers) for i in range(stages)]
-    return others + max(sums, default=0)
+    return others + most_of_bounded(layers)
 
 
 def _most_of_others(model: nn.Module, chunk: int) -> dict[str, int]:
@@ -177,38 +174,7 @@ def _most_of_others(model: nn.Module, chunk: int) -> dict[str, int]:
         caches = stock_caches(model)
         model(mx.zeros((1, count), mx.int32), cache=caches)
         for place, entry in entries(caches):
-            nbytes = _most_of(entry, chunk)
+            nbytes = most_of_own(entry, chunk)
             if nbytes is not None:
                 most[place] = max(nbytes, most.get(place, 0))
     return most
-
-
-def _most_of(entry: Any, chunk: int) -> int | None:
-    """The most bytes of one of mlx-lm's caches; None if they grow, or are not known.
-
-    Args:
-        entry: A cache that has been used.
-        chunk: The most tokens that come at once.
-    """
-    kind = type(entry)
-    if kind is ArraysCache:
-        return int(entry.nbytes)  # each token overwrites the whole cache
-    if kind is KVCache and entry.keys is None:
-        return 0  # the model does not use it
-    if kind is RotatingKVCache:
-        # Each token of a chunk sees the whole window; rows that no later token sees go with the
-        # next.
-        return _row_bytes(entry) * (int(entry.max_size) + chunk - 1)
-    if kind is ChunkedKVCache:
-        # It is trimmed before a chunk comes, and grows by the whole steps that hold the chunk.
-        steps = -(-chunk // int(entry.step)) * int(entry.step)
-        return _row_bytes(entry) * (int(entry.chunk_size) + chunk + steps)
-    return None
-
-
-def _row_bytes(entry: Any) -> int:
-    """Bytes of one token's keys and values in a plain cache; 0 if the model does not use it."""
-    if entry.keys is None:
-        return 0
-    rows: int = entry.keys.shape[2]
-    return int(entry.nbytes) // rows

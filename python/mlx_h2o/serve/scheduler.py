@@ -10,6 +10,7 @@ import copy
 import gc
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.caches.conversation import bounded_members, pin
+from mlx_h2o.caches.describe import describe
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.models.trained_length import past_training
@@ -204,7 +206,9 @@ class Scheduler:
         if settings.sessions is not None:
             own = settings.model.name, self.served.fingerprint
             self.conversations.use(Sessions(settings.sessions, *own, settings.limits))
-        self.served.plan(settings.defaults)
+        memory = describe(self.served.plan(settings.defaults).empty).memory
+        if ranks.rank() == 0:
+            print(f"  a conversation: {memory}", file=sys.stderr, flush=True)
 
     @property
     def _is_busy(self) -> bool:
