@@ -46,7 +46,7 @@ ELSEWHERE := --ignore tests/metal --ignore tests/conformance/test_c_api.py
 
 .PHONY: demo test test-all lint format bench clean
 .PHONY: quick-python quick-metal quick-native quick-swift
-.PHONY: test-python test-server test-caches test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
+.PHONY: test-python test-server test-caches test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-newest test-macos
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx_h2o demo --out out
@@ -227,6 +227,15 @@ test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm .compat/oldest/mlx_lm
 	PYTHONPATH=.compat/previous $(BIN)/pytest tests/models/test_model_coverage.py -k "page"
 	PYTHONPATH=.compat/oldest $(BIN)/pytest tests/hosts/test_routing.py \
 	    tests/models/test_bounding.py tests/models/test_prompt_cache.py
+
+# The same seams with whatever the package index has now. Of MLX its own operations compute, if the
+# extension was built for another.
+test-newest: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat/newest gguf mlx mlx-lm mlx-vlm \
+	    $(if $(filter Linux,$(shell uname -s)),mlx-cpu,mlx-metal)
+	PYTHONPATH=.compat/newest $(BIN)/pytest -m "not slow" tests/hosts tests/models/test_bounding.py \
+	    tests/models/test_model_families.py tests/models/test_prompt_cache.py \
+	    tests/caches/test_batches.py tests/loading/test_gguf.py
 
 .compat/mlx_lm: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat mlx-lm==$(OLD_MLX_LM)

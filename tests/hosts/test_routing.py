@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -12,7 +13,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 import mlx_h2o
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.hosts import routing
+from mlx_h2o.hosts import routing, trimming
 from tiny_models import tiny_model
 
 NAME = "scaled_dot_product_attention"
@@ -159,6 +160,26 @@ def test_making_or_loading_a_cache_installs_routing(original, tmp_path):
     mlx_h2o.uninstall()
     mlx_h2o.load_prompt_cache(tmp_path / "cache.safetensors")
     assert routing.installed()
+
+
+def test_what_a_newer_library_gives_its_attention_is_taken_or_refused(original):
+    model = tiny_model("llama")
+    cache = mlx_h2o.make_prompt_cache(model, max_size=32)[0]
+    q, k, v = (mx.random.normal((1, heads, 3, 32)) for heads in (4, 2, 2))
+    rows = cache.update_and_fetch(k, v)
+    attend = partial(base.scaled_dot_product_attention, q, *rows, cache, scale=0.2, mask="causal")
+    with pytest.raises(ValueError, match="window_size=8, which no bounded cache knows"):
+        attend(window_size=8)
+    assert attend(window_size=None).shape == q.shape
+
+
+def test_functions_that_a_newer_mlx_lm_lacks_are_not_wrapped(original, monkeypatch):
+    monkeypatch.delattr(trimming.GENERATE, "speculative_generate_step")
+    monkeypatch.delattr("mlx_lm.models.cache.can_trim_prompt_cache")
+    monkeypatch.delattr("mlx_lm.models.cache.LRUPromptCache.insert_cache")
+    model = tiny_model("llama")
+    cache = mlx_h2o.make_prompt_cache(model, max_size=32)
+    assert model(mx.array([[1]]), cache=cache).shape[1] == 1
 
 
 def test_without_routing_a_bounded_cache_fails_loudly(original):

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.cli import main
 from mlx_h2o.doctor import commit as commits
-from mlx_h2o.hosts import routing, tested_versions
-from mlx_h2o.hosts.tested_versions import TESTED, UntestedVersion, numbers, warn_if_newer
+from mlx_h2o.hosts import routing
+from mlx_h2o.loading import tested_versions
+from mlx_h2o.loading.tested_versions import TESTED, UntestedVersion, numbers, warn_if_newer
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,17 +69,15 @@ def test_a_tag_is_the_version_of_all_sources():
         notes["check_versions"](ROOT, "9.9.9")
 
 
-def test_only_tested_versions_are_allowed():
-    requirements = [
-        *PROJECT["project"]["dependencies"],
-        *PROJECT["build-system"]["requires"],
-    ]
-    bounded = {}
-    for requirement in requirements:
-        if found := re.match(r"(mlx|mlx-lm)(?:\[cpu\])?>=([\d.]+),<=([\d.]+)", requirement):
-            bounded[found[1]] = (found[2], found[3])
-            assert bounded[found[1]] == TESTED[found[1]], requirement
-    assert bounded.keys() == TESTED.keys()
+def test_the_oldest_versions_are_those_tested_and_newer_ones_are_allowed():
+    """What is compiled against MLX is built with a tested one."""
+    required = PROJECT["project"]["dependencies"]
+    for name, tested in TESTED.items():
+        assert f"{name}>={tested.oldest}" in required
+    assert not any("<" in requirement for requirement in required)
+    mlx = [part for part in PROJECT["build-system"]["requires"] if part.startswith("mlx")]
+    bound = f">={TESTED['mlx'].oldest},<={TESTED['mlx'].newest}"
+    assert [bound in part for part in mlx] == [True, True]
     makefile = (ROOT / "Makefile").read_text()
     assert f"OLD_MLX := {TESTED['mlx'].oldest}\n" in makefile
     assert f"OLD_MLX_LM := {TESTED['mlx-lm'].oldest}\n" in makefile
@@ -112,12 +112,26 @@ def test_a_newer_one_warns_once_at_first_use(with_versions):
             routing.uninstall()
 
 
+def test_kernels_for_another_mlx_are_not_used_and_one_warning_says_so(with_versions, monkeypatch):
+    with_versions(mlx="0.33.0", mlx_lm=TESTED["mlx-lm"].newest)
+    monkeypatch.setitem(sys.modules, "mlx_h2o.attention.backends.cpu", None)
+    monkeypatch.delattr("mlx_h2o.attention.backends.cpu")
+    choice.cpu.cache_clear()
+    try:
+        with pytest.warns(match="built for another MLX and are not used") as warned:
+            modules = [choice.cpu(), choice.cpu(), choice.backend(), warn_if_newer("mlx")]
+        assert modules == [None, None, reference, None]
+        assert len(warned) == 1
+    finally:
+        choice.cpu.cache_clear()
+
+
 def test_tested_ones_and_imports_are_silent(with_versions):
     with_versions(mlx=TESTED["mlx"].oldest, mlx_lm=TESTED["mlx-lm"].newest)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_if_newer()
-    program = "import mlx_h2o; from mlx_h2o.hosts import tested_versions as t; t.version = "
+        warn_if_newer("mlx")
+    program = "import mlx_h2o; from mlx_h2o.loading import tested_versions as t; t.version = "
     program += "lambda name: '99.0'; mlx_h2o.H2OKVCache, mlx_h2o.make_prompt_cache"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -55,7 +55,14 @@ def _attend(
     scale: float,
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
+    **others: Any,
 ) -> mx.array:
+    # A newer library may give more, such as a sliding window.
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ValueError(
+            f"This model's attention has {given[0]}={others[given[0]]!r}, which no bounded cache "
+            "knows: leave this layer the cache that its library makes."
+        )
     out: mx.array = cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     return out
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.hosts import loaded, own_attention, trimming
@@ -22,7 +21,7 @@ from mlx_h2o.hosts.attending import refusing, routed
 from mlx_h2o.hosts.host import Host
 from mlx_h2o.hosts.mlx_lm import MLX_LM
 from mlx_h2o.hosts.patching import replace_everywhere
-from mlx_h2o.hosts.tested_versions import warn_if_newer
+from mlx_h2o.loading.tested_versions import warn_if_newer
 
 # Pairs of a function now in a library's place and the original one.
 _replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
@@ -40,7 +39,8 @@ def install() -> None:
     """Route the attention of all models; calling it twice changes nothing."""
     if installed():
         return
-    warn_if_newer()
+    warn_if_newer("mlx")
+    warn_if_newer("mlx-lm")
     loaded.for_each_host(_route)
     own_attention.install()
 
@@ -49,15 +49,18 @@ def _route(host: Host) -> None:
     """Put wrappers in the place of a library's functions."""
     wrapped: list[tuple[Any, Callable[[Any], Any]]] = [(host.attention, routed)]
     if host is MLX_LM:
-        wrapped += [
-            (mlx_lm_cache.save_prompt_cache, refusing),
-            (mlx_lm_cache.trim_prompt_cache, trimming.trimming),
-            (mlx_lm_cache.can_trim_prompt_cache, trimming.asking),
-            (speculative_generate_step, trimming.speculating),
+        functions = [
+            (mlx_lm_cache, "save_prompt_cache", refusing),
+            (mlx_lm_cache, "trim_prompt_cache", trimming.trimming),
+            (mlx_lm_cache, "can_trim_prompt_cache", trimming.asking),
+            (trimming.GENERATE, "speculative_generate_step", trimming.speculating),
         ]
+        # A newer mlx-lm may lack some of them.
+        wrapped += [(vars(m)[name], wrap) for m, name, wrap in functions if name in vars(m)]
         for name in _LRU_METHODS:
-            _methods[name] = getattr(mlx_lm_cache.LRUPromptCache, name)
-            setattr(mlx_lm_cache.LRUPromptCache, name, trimming.by_any_number(_methods[name]))
+            if name in vars(getattr(mlx_lm_cache, "LRUPromptCache", object)):
+                _methods[name] = getattr(mlx_lm_cache.LRUPromptCache, name)
+                setattr(mlx_lm_cache.LRUPromptCache, name, trimming.by_any_number(_methods[name]))
     pairs = [(wrap(original), original) for original, wrap in wrapped]
     _replaced.extend(pairs)
     for new, original in pairs:

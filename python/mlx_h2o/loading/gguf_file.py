@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o import _checks
+from mlx_h2o.loading.tested_versions import warn_if_newer
 
 #: Values that a header may have. The package makes objects of each, some 300 bytes; a vocabulary of
 #: 262,144 tokens, with scores and types, has a quarter of it.
@@ -164,6 +165,7 @@ def _reader_class() -> Any:
         raise ValueError(
             "The gguf package, which reads GGUF files, is missing: pip install gguf."
         ) from error
+    warn_if_newer("gguf")
 
     class BoundedReader(GGUFReader):  # type: ignore[misc]
         """Numpy cuts a slice at the end of a file, so that a huge count would be read for ever."""

@@ -18,6 +18,7 @@ from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, Planne
 from mlx_h2o.attention.backends.self_check_variants import Proof
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.loading.tested_versions import is_newer, warn_if_newer
 from mlx_h2o.slots import reserved_range
 from mlx_h2o.slots.packed import PackedRows
 
@@ -76,10 +77,13 @@ def gpu() -> Gpu | None:
 
 @functools.cache
 def cpu() -> ModuleType | None:
-    """The compiled CPU kernels, or None; the reason is printed once."""
+    """The compiled CPU kernels, or None; the reason is told once."""
     try:
         from mlx_h2o.attention.backends import cpu as module
     except ImportError as error:
+        warn_if_newer("mlx")
+        if is_newer("mlx"):
+            return None
         warnings.warn(
             f"mlx-h2o runs on its reference backend, which is right and slow: {error}. To build "
             "the CPU kernels, install a C++20 compiler and reinstall with "
