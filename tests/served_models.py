@@ -24,7 +24,6 @@ from mlx_h2o import make_prompt_cache
 from mlx_h2o.hosts.refusals import NothingToBound
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.serve.memory import most_bytes
-from mlx_h2o.serve.model import ModelChoice
 from model_configs import VOCABULARY, config_of
 from model_coverage import coverage_model, fit_for_tests
 from serving import Running, alone, serving, words
@@ -45,7 +44,7 @@ def server(name: str) -> str:
     """
     with model_folder(name) as folder:
         loaded = mlx_h2o.load(str(folder))
-        choice: dict[str, Any] = {"model": ModelChoice(str(folder)), "defaults": SETTINGS}
+        choice: dict[str, Any] = {"models": (str(folder),), "defaults": SETTINGS}
         choice |= {"chunk": CHUNK, "bound": bound_of(loaded[0])}
         sessions, copied = folder / "sessions", folder / "copied"
         with serving(**choice, sessions=sessions) as running:

@@ -21,7 +21,6 @@ from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.serve.answer import Detokenizer
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.listening import Server
-from mlx_h2o.serve.model import ModelChoice
 from mlx_h2o.serve.scheduler import EngineSettings, Scheduler
 
 MODEL = "builtin:recall-4m"
@@ -60,7 +59,7 @@ class Running:
 def serving(**settings: Any) -> Iterator[Running]:
     """A server; the settings are those of `EngineSettings` and of `ServerSettings`."""
     settings.setdefault("defaults", {"max_size": SIZE})
-    settings.setdefault("model", ModelChoice(MODEL))
+    settings.setdefault("models", (MODEL,))
     own = {one.name for one in fields(EngineSettings)}
     # Both have limits; here they are those of a connection.
     engine = {name: value for name, value in settings.items() if name in own and name != "limits"}

@@ -24,7 +24,8 @@ from playwright.sync_api import Page, sync_playwright
 OUT = Path(__file__).parents[1] / "docs" / "reference" / "server-page.png"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SIZE = {"width": 1280, "height": 800}
-MEMORY = ["--max-kv-size", "112", "--kv-memory", "32MB", "--max-tokens", "40"]
+MEMORY = ["--max-kv-size", "112", "--kv-memory", "32MB"]
+TOKENS = "40"
 SYSTEM = (
     "You are the guide of a small mountain hut. The hut has 14 beds. Supper is at six. The code of "
     "the door is 4711. Dogs sleep in the shed."
@@ -92,6 +93,7 @@ def main() -> None:
         page.goto(address)
         page.locator("#first summary").click()
         page.locator("#system").fill(SYSTEM)
+        page.locator("#limit").fill(TOKENS)
         page.locator("#pin-system").uncheck()
         page.locator("#first summary").click()
         say(page, FIRST)

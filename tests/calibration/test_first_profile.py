@@ -171,7 +171,7 @@ def test_a_damaged_profile_of_another_model_is_passed_over():
 def test_the_server_measures_when_it_loads_and_in_no_request(capsys):
     model = model_of(107)
     served = ServedModel.__new__(ServedModel)
-    served.model, served._bound, served._plans = model, None, {}
+    served.model, served._plans = model, {}
     cache = served.plan(SIZE).empty
     assert "no key scaling" in told(cache)
     assert not kept()

@@ -41,8 +41,8 @@ def read(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
     return logits
 
 
-def place(tokens: list[int], label: str = "a", pins: Any = ()) -> Place:
-    return Place(Mark(label, tuple(pins)), key_of(tokens))
+def place(tokens: list[int], label: str = "a", pins: Any = (), model: str = "m") -> Place:
+    return Place(Mark(label, tuple(pins), model), key_of(tokens))
 
 
 class Store(Conversations):
@@ -51,9 +51,10 @@ class Store(Conversations):
     def __init__(self, model: Any, folder: Any = None, fingerprint: str = "m"):
         self.left: int | None = None
         super().__init__(lambda: self.left)
-        self.model = model
+        self.model, self.fingerprint = model, fingerprint
         if folder is not None:
-            self.use(Sessions(folder, "m", fingerprint, Limits()))
+            self.sessions = Sessions(folder, Limits())
+            self.add_model("m", fingerprint)
 
     def put(self, tokens: list[int], cache: list[Any], kind: str = "turn", **own: Any) -> None:
         assert self.keep(place(tokens, **own), cache, kind, TURN if kind == "turn" else None)
@@ -62,7 +63,7 @@ class Store(Conversations):
         self, tokens: list[int], label: str = "a", pins: Any = (), **settings: Any
     ) -> tuple[list[Any], list[int]]:
         empty = made(self.model, **({"pins": pins} if pins else {}), **settings)
-        cache, count = self.take(place(tokens, label, pins), empty)
+        cache, count = self.take(place(tokens, label, pins, self.fingerprint), empty)
         return cache, tokens[count:]
 
     def known_of(self, tokens: list[int], **own: Any) -> int:
@@ -291,8 +292,8 @@ def test_the_longest_text_that_a_prompt_begins_with_is_found_first(model):
     for text, key in zip(("ab", "abc", "abc", "abd", "abcdef"), keys, strict=False):
         own = Place(Mark("a"), key)
         conversations.name(own, Turn("", "", ((text, 10),)))
-    assert conversations.spellings("abcde") == [(3, keys[2]), (3, keys[1]), (2, keys[0])]
-    assert conversations.spellings("x") == []
+    assert conversations.spellings("", "abcde") == [(3, keys[2]), (3, keys[1]), (2, keys[0])]
+    assert conversations.spellings("", "x") == conversations.spellings("other", "abcde") == []
 
 
 # -- the ledger -----------------------------------------------------------------------------------
@@ -361,7 +362,8 @@ def test_what_grows_or_is_not_known_is_refused_with_its_name(model):
 
 
 def test_bytes_are_reserved_and_freed():
-    ledger = Ledger(100)
+    ledger = Ledger()
+    ledger.bound = 100
     assert ledger.has_room(60)
     ledger.reserve("a", 60)
     assert (ledger.reserved, ledger.left_for_idle) == (60, 40)
@@ -372,4 +374,4 @@ def test_bytes_are_reserved_and_freed():
     ledger.release("a", 4.0)
     ledger.release("a", 400.0)
     assert (ledger.reserved, ledger.retry_after, ledger.bytes().running) == (0, 4, 0)
-    assert Ledger(None).has_room(10**18)
+    assert Ledger().has_room(10**18)

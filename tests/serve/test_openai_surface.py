@@ -124,7 +124,7 @@ def answer_with(embedded: Any, text: str, **body: Any) -> tuple[str, list[Any], 
         own._tokenizer, eos_token_ids=own.eos_token_ids, tool_call_start="<tool_call>",
         tool_call_end="</tool_call>", tool_parser=json_tools.parse_tool_call,
     )  # fmt: skip
-    request = Request(Chat.model_validate({"messages": HELLO, **body}), "", {}, NO_PINS, [0])
+    request = Request(Chat.model_validate({"messages": HELLO, **body}), MODEL, "", {}, NO_PINS, [0])
     answer, pieces = AnswerText(tokenizer, request, [5], "normal"), []
     for token in tokenizer.encode(text):
         pieces.append(answer.add(token, None))

@@ -17,7 +17,6 @@ import mlx_h2o
 from mlx_h2o.evaluate.page import page as report_page
 from mlx_h2o.evaluate.report import Curves, Rows, Section
 from mlx_h2o.serve.memory import most_bytes
-from mlx_h2o.serve.sampling import SamplingDefaults
 from serving import MODEL, SIZE, Running, serving, until, words
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -28,14 +27,14 @@ LEAST_CONTRAST = 4.5
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(sampling=SamplingDefaults(12), bound=8 << 20) as running:
+    with serving(answer_tokens=12, bound=8 << 20) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[Running]:
     """A server whose smallest layer has room for a short system prompt."""
-    with serving(sampling=SamplingDefaults(12), defaults={"max_size": 112}) as running:
+    with serving(answer_tokens=12, defaults={"max_size": 112}) as running:
         yield running
 
 
@@ -387,7 +386,7 @@ def test_what_is_said_is_text_and_nothing_else_is_loaded(browser, server):
 
 @pytest.mark.slow
 def test_an_answer_can_be_stopped_and_the_chat_goes_on(browser):
-    with serving(sampling=SamplingDefaults(100_000)) as server, opened(browser, server) as page:
+    with serving(answer_tokens=100_000) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 30))
         page.locator("#question").press("Enter")
         expect(page.locator("#said .assistant .body")).not_to_be_empty(timeout=60_000)
@@ -435,7 +434,7 @@ def test_a_reload_keeps_the_chat_and_a_listed_conversation_goes_on(browser, room
 
 
 def test_stop_leaves_the_memory_view_whole(browser):
-    with serving(sampling=SamplingDefaults(100_000)) as server, opened(browser, server) as page:
+    with serving(answer_tokens=100_000) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 30))
         page.locator("#question").press("Enter")
         until(lambda: page.evaluate("shown?.running === true"), 60)
@@ -474,7 +473,7 @@ SHADED = """
 @pytest.mark.slow
 def test_the_text_is_shaded_while_it_is_said(browser):
     """A second apart at least, and what stands there already is left where it is."""
-    with serving(sampling=SamplingDefaults(100_000)) as server, opened(browser, server) as page:
+    with serving(answer_tokens=100_000) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 60))
         page.locator("#question").press("Enter")
         until(lambda: page.evaluate("shown?.running === true"), 60)

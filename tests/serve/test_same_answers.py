@@ -235,7 +235,7 @@ def test_models_whose_caches_cannot_be_batched_are_served(family, embedded, monk
     monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, tokenizer))
     prompts = [words(60 * i, 30) for i in range(4)]
     with serving(defaults={"max_size": 48}) as server, ThreadPoolExecutor(4) as pool:
-        assert not server.scheduler.served.plan({"max_size": 48}).batches
+        assert not server.scheduler.models.loaded[0].plan({"max_size": 48}).batches
         expected = [alone((model, tokenizer), prompt, 6) for prompt in prompts]
         assert server.ask(prompts[0], 6) == server.ask(prompts[0], 6) == expected[0]
         assert list(pool.map(lambda one: server.ask(one, 6), prompts)) == expected

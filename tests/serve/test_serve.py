@@ -22,7 +22,6 @@ import mlx_h2o
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.memory import most_bytes
-from mlx_h2o.serve.model import ModelChoice
 from mlx_h2o.serve.scheduler import EngineSettings
 from serving import MODEL, SIZE, Running, alone, serving, until, words
 from tiny_models import tiny_model
@@ -46,7 +45,7 @@ def test_the_server_says_what_a_conversation_takes_at_most(capsys, embedded):
 
 def test_requests_side_by_side_get_what_each_gets_alone(plain, embedded):
     """Streaming and not, two of them with settings of their own."""
-    assert plain.scheduler.served.plan(plain.scheduler.settings.defaults).batches
+    assert plain.scheduler.models.loaded[0].plan(plain.scheduler.settings.defaults).batches
     own = {"max_size": 64, "policy": "h2o", "remainder": False}
     cases = [(words(100 * i, 60 + 7 * i), {} if i < 3 else own) for i in range(5)]
 
@@ -101,7 +100,7 @@ def test_an_unknown_model_is_a_404_and_an_alias_is_known(plain):
     with pytest.raises(openai.NotFoundError, match="does not exist") as refused:
         plain.client.completions.create(model="gpt-9", prompt="x", max_tokens=1)
     assert refused.value.code == "model_not_found"
-    with serving(aliases=("gpt-4o",)) as running:
+    with serving(aliases={"gpt-4o": MODEL}) as running:
         answer = running.client.completions.create(model="gpt-4o", prompt="x", max_tokens=1)
         assert answer.model == MODEL
         assert [one.id for one in running.client.models.list()] == [MODEL, "gpt-4o"]
@@ -194,7 +193,7 @@ def test_messages_may_name_no_file_and_no_other_server(plain):
 def test_an_older_mlx_lm_is_refused_with_what_to_do_instead(monkeypatch):
     monkeypatch.setattr(mlx_lm, "__version__", "0.31.3")
     with pytest.raises(ValueError, match=r"needs mlx-lm 0\.32\.2 or later; this is 0\.31\.3"):
-        serve(ServerSettings(EngineSettings(ModelChoice(MODEL))))
+        serve(ServerSettings(EngineSettings((MODEL,))))
 
 
 # -- the bound ------------------------------------------------------------------------------------
@@ -254,7 +253,7 @@ def test_a_model_whose_bytes_are_not_known_is_refused_at_the_start(embedded, mon
     model = tiny_model("llama")
     monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, embedded[1]))
     monkeypatch.setattr("mlx_h2o.serve.model.bounded_caches", lambda *_: stock_caches(model))
-    engine = EngineSettings(ModelChoice(MODEL), {"max_size": SIZE}, bound=1 << 20)
+    engine = EngineSettings((MODEL,), {"max_size": SIZE}, bound=1 << 20)
     with pytest.raises(ValueError, match="has a KVCache, whose bytes are not known"):
         serve(ServerSettings(engine, port=0))
 

@@ -39,7 +39,7 @@ class Breaking:
     """
 
     def __init__(self, running: Running, monkeypatch: pytest.MonkeyPatch):
-        model = running.scheduler.served.model
+        model = running.scheduler.models.loaded[0].model
         self.at, self.hold = 0, threading.Event()
         self.hold.set()
         own = type(model).__call__

@@ -28,7 +28,6 @@ from mlx_h2o.serve.app import IGNORED
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.listening import Certificate, ConnectionLimits
 from mlx_h2o.serve.memory import most_bytes
-from mlx_h2o.serve.model import ModelChoice
 from mlx_h2o.serve.scheduler import EngineSettings
 from serving import MODEL, SIZE, Running, serving, until, words
 
@@ -453,4 +452,4 @@ def test_a_port_in_use_is_an_error_in_one_line():
 
 
 def serve_at(port: int) -> None:
-    serve(ServerSettings(EngineSettings(ModelChoice(MODEL), {"max_size": SIZE}), port=port))
+    serve(ServerSettings(EngineSettings((MODEL,), {"max_size": SIZE}), port=port))

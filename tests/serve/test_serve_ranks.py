@@ -163,10 +163,10 @@ def test_what_one_rank_would_decide_alone_is_refused_at_the_start():
 
 def test_refusals_say_what_to_do(monkeypatch):
     with pytest.raises(ValueError, match="--kv-memory would bound one of them"):
-        require_shareable(bounded=True, saving=False)
+        require_shareable(1, bounded=True, saving=False)
     with pytest.raises(ValueError, match="--sessions saves those of one"):
-        require_shareable(bounded=False, saving=True)
-    require_shareable(bounded=False, saving=False)
+        require_shareable(1, bounded=False, saving=True)
+    require_shareable(1, bounded=False, saving=False)
     monkeypatch.setattr("mlx_h2o.serve.ranks.processes", lambda: 2)
     with pytest.raises(ValueError, match="pins are a request's"):
         next(views.change_pins(None, "", {"pin": [[0, 1]]}))

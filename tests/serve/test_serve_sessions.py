@@ -21,7 +21,6 @@ from typing import Any
 import openai
 import pytest
 
-from mlx_h2o.serve.model import ModelChoice
 from serving import MODEL, Running, serving, words
 
 PINS = {"spans": [[0, 5], [7, 9]]}
@@ -295,7 +294,7 @@ def continued(folder: Path, conversations: int, model: str, seed: int) -> tuple[
         Turns that went on, and those of them whose caches were found.
     """
     drawn, clients, turns, hits = random.Random(seed), list[Client](), 0, 0
-    settings: dict[str, Any] = {"sessions": folder, "model": ModelChoice(model)}
+    settings: dict[str, Any] = {"sessions": folder, "models": (model,)}
     for _ in range(2):
         with serving(**settings) as server, ThreadPoolExecutor(4) as pool:
             clients = clients or [

@@ -36,7 +36,7 @@ from mlx_h2o.serve.sessions import (
 from serving import MODEL, serving, words
 from tiny_models import tiny_model
 
-OWN = Mark("a", ((2, 5),))
+OWN = Mark("a", ((2, 5),), "f")
 
 
 # -- the folder -----------------------------------------------------------------------------------
@@ -55,7 +55,9 @@ def save(sessions: Sessions, model: Any, tokens: list[int], text: str = "hello")
 
 
 def folder_of(path: Path, **limits: Any) -> Sessions:
-    return Sessions(path, "m", "f", Limits(**limits))
+    sessions = Sessions(path, Limits(**limits))
+    sessions.add_model("m", "f")
+    return sessions
 
 
 def test_a_conversation_is_one_file(tmp_path, model):
@@ -63,7 +65,7 @@ def test_a_conversation_is_one_file(tmp_path, model):
     path = save(sessions, model, [1, 2, 3], "what 🙂 was said \ud800")
     assert list(tmp_path.iterdir()) == [path]
     turn = Turn("cmpl-1", "how it began", (("what 🙂 was said \ud800", 3),), ({"role": "user"},))
-    note = Note("m", "f", Place(OWN, key_of([1, 2, 3])), turn)
+    note = Note("m", Place(OWN, key_of([1, 2, 3])), turn)
     again = folder_of(tmp_path)
     assert again.notes == {path: note}
     cache = again.load(path)
@@ -75,7 +77,7 @@ def test_a_conversation_is_one_file(tmp_path, model):
 
 def test_files_of_another_model_of_the_same_name_are_left_aside(tmp_path, model, caplog):
     save(folder_of(tmp_path), model, [1, 2, 3])
-    assert Sessions(tmp_path, "m", "g", Limits()).notes == {}
+    assert Sessions(tmp_path, Limits()).add_model("m", "g") == []
     assert "other weights" in caplog.text
 
 
@@ -202,7 +204,7 @@ def answer_to(prompt: Prompt, tokens: list[int], reason: str = "stop", **body: A
     else:
         asked = Completion.model_validate({"prompt": prompt.text, **body})
     answer = AnswerText(
-        prompt.tokenizer, Request(asked, "", {}, NO_PINS, [0]), prompt.tokens, "normal"
+        prompt.tokenizer, Request(asked, MODEL, "", {}, NO_PINS, [0]), prompt.tokens, "normal"
     )
     for token in tokens:
         answer.add(token, None)

@@ -79,7 +79,7 @@ def test_a_conversation_is_told_by_the_name_of_its_answer(server, options):
     assert status == 200
     idle = idle_of(server, answer)
     tokens = tokens_of(idle.place.key)
-    assert "".join(told["texts"]) == server.scheduler.served.tokenizer.decode(tokens)
+    assert "".join(told["texts"]) == server.scheduler.models.loaded[0].tokenizer.decode(tokens)
     assert told["title"] == words(0, 70)[: len(told["title"]) - 1].rstrip() + "…"
     assert told["bytes"] == sum(entry.nbytes for entry in idle.cache)
     assert len(told["layers"]) == len(idle.cache)
@@ -135,7 +135,7 @@ def test_all_conversations_and_their_bytes_are_listed(server):
     assert [one["id"] for one in told["conversations"]][:2] == [second.id, first.id]
     assert told["bytes"]["idle"] == server.scheduler.conversations.nbytes
     assert told["bytes"]["bound"] is None
-    assert told["model"] == MODEL
+    assert told["models"] == [MODEL]
 
 
 def test_a_conversation_goes_by_the_name_of_its_last_answer(server):

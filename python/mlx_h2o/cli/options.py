@@ -37,12 +37,14 @@ OPTION_OF = {
 RARE = ("remainder", "k_bits", "v_bits", "recent_bits", "group_size", "undo")
 
 
-def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """Add --model; `settle_model` sets the default."""
+def add_model_option(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Add --model, which may name `several`; `settle_model` sets the default of one."""
+    more = "; may be repeated: the others are loaded when they are asked for" if several else ""
     parser.add_argument(
         "--model",
+        action="append" if several else "store",
         help=f"a local folder, a hub id, a .gguf file, {demo_model.NAME}, or {EMBEDDED_MODEL} "
-        f"(default: {DEFAULT_MODEL}, fetched when it is first used)",
+        f"(default: {DEFAULT_MODEL}, fetched when it is first used){more}",
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from mlx_h2o.loading.load import model_path, require_model
 DEFAULT_MAX_KV_SIZE = 1024
 #: The environment variable of the key, since other users can see a process's arguments.
 KEY_VARIABLE = "MLX_H2O_API_KEY"
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def add_parser(commands: Any) -> None:
@@ -41,16 +41,24 @@ def add_parser(commands: Any) -> None:
         'may bring its own settings in the extra field "mlx_h2o", as {"mlx_h2o": {"max_size": 512, '
         '"policy": "h2o"}}; what cannot be honoured is refused with the reason.',
     )
-    add_model_option(parser)
+    add_model_option(parser, several=True)
     server = parser.add_argument_group("server")
     server.add_argument(
-        "--alias", action="append", default=[], metavar="NAME",
-        help="another name by which requests may call the model, such as gpt-4o; may be repeated",
+        "--alias", action="append", default=[], metavar="NAME[=MODEL]",
+        help="another name by which requests may call a model (the first), such as gpt-4o; may be "
+        "repeated",
     )  # fmt: skip
     server.add_argument(
-        "--kv-memory", dest="bound", type=typed(size_in_bytes, "bytes such as 2GB"),
-        metavar="SIZE", help="hard bound for the KV memory of all conversations, prefixes and "
-        "batches; requests wait until theirs is free (default: none)",
+        "--kv-memory", dest="bound", type=typed(memory, "bytes such as 2GB, or a share"),
+        metavar="SIZE", help="hard bound for all KV memory, of conversations, prefixes and "
+        "batches: bytes, or 25%% of what a 16-bit cache takes at --context; requests wait until "
+        "theirs is free (default: none)",
+    )  # fmt: skip
+    server.add_argument(
+        "--memory", type=typed(size_in_bytes, "bytes such as 24GB"), metavar="SIZE",
+        help="bytes of --kv-memory and of the loaded models' weights; a model that no request "
+        "uses makes room for another (default, with several models: three quarters of the "
+        "machine's)",
     )  # fmt: skip
     server.add_argument(
         "--queue", type=int, default=32, metavar="N",
@@ -69,49 +77,17 @@ def add_parser(commands: Any) -> None:
         "--sessions-days", type=typed(days, "a number of days such as 30"), metavar="DAYS",
         help="remove conversations that had no turn for so long (default: 30)",
     )  # fmt: skip
-    _add_generation_options(server)
-    _add_access_options(server)
-    server.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="WARNING", help="(default: %(default)s)"
-    )
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE, many=True)
-    pins = parser.add_argument_group("pins")
-    pins.add_argument(
-        "--pin-role", action="append", default=[], metavar="ROLE",
-        help="never evict what this role says, such as system, where a request names no pins",
-    )  # fmt: skip
-    pins.add_argument(
-        "--pin", action="append", default=[], metavar="TEXT",
-        help="never evict this text, where a request names no pins; may be repeated",
-    )  # fmt: skip
-    parser.set_defaults(run=run)
-
-
-def _add_generation_options(server: argparse._ArgumentGroup) -> None:
-    """Add the options of prompts and answers."""
-    server.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N",
-        help="tokens of an answer, where the request does not say; -1: as many as the model gives "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    server.add_argument(
-        "--temp", type=float, default=0.0, metavar="T",
-        help="temperature, where the request does not say (default: 0)",
-    )  # fmt: skip
-    server.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P",
-        help="top-p, where the request does not say (default: 1)",
-    )  # fmt: skip
     server.add_argument(
         "--long-prompts", action="store_true",
         help="serve prompts longer than those on which the model was trained (default: 400)",
     )  # fmt: skip
+    _add_access_options(server)
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE, many=True)
     server.add_argument(
-        "--prefill-step-size", type=int, default=512, metavar="N",
-        help="prompt tokens read at a time, between tokens of others (default: %(default)s)",
+        "--pin-role", action="append", default=[], metavar="ROLE",
+        help="never evict what this role says, such as system, where a request names no pins",
     )  # fmt: skip
-    server.add_argument("--adapter-path", metavar="DIR", help="trained adapters of the model")
-    server.add_argument("--chat-template", metavar="TEXT", help="another chat template")
+    parser.set_defaults(run=run)
 
 
 def _add_access_options(server: argparse._ArgumentGroup) -> None:
@@ -159,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
             "prometheus-client"
         ) from error
     check_options(args)
-    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s: %(message)s")
     serve(settings_of(args))
     # Everything is written and every client gone. MLX's threads may still be releasing Python
     # objects, and one that does so while the interpreter ends aborts the process.
@@ -177,25 +153,21 @@ def settings_of(args: argparse.Namespace) -> Any:
     from mlx_h2o.serve.access import AccessRules
     from mlx_h2o.serve.launch import ServerSettings
     from mlx_h2o.serve.listening import Certificate
-    from mlx_h2o.serve.model import ModelChoice
     from mlx_h2o.serve.pins import PinRequest
-    from mlx_h2o.serve.sampling import SamplingDefaults
     from mlx_h2o.serve.scheduler import EngineSettings
     from mlx_h2o.serve.sessions import DEFAULT_BYTES, DEFAULT_DAYS, Limits
 
-    path = model_path(settle_model(args))
-    if not path.endswith(SUFFIX):
-        require_model(args.model, path)
+    models = model_names(args)
     defaults = cache_defaults(args)
     measures = defaults.get("max_bytes") is not None and defaults.get("profile") != "never"
     engine = EngineSettings(
-        model=ModelChoice(args.model, args.adapter_path, args.chat_template, measures),
+        models=models,
         defaults=defaults,
-        sampling=SamplingDefaults(args.max_tokens, args.temp, args.top_p),
-        pins=PinRequest(tuple(args.pin_role), tuple(args.pin), required=False),
-        bound=args.bound,
+        measures=measures,
+        pins=PinRequest(tuple(args.pin_role), required=False),
+        bound=None if args.bound is None else memory_size("--kv-memory", args.bound),
+        memory=args.memory,
         queue=args.queue,
-        chunk=args.prefill_step_size,
         sessions=args.sessions,
         limits=Limits(args.sessions_memory or DEFAULT_BYTES, args.sessions_days or DEFAULT_DAYS),
         long_prompts=args.long_prompts,
@@ -205,26 +177,51 @@ def settings_of(args: argparse.Namespace) -> Any:
         raise ValueError("--api-key must be ASCII text without spaces around it.")
     origins = [one.strip() for one in args.allowed_origins.split(",") if one.strip()]
     return ServerSettings(
-        engine, args.host, args.port, tuple(args.alias), AccessRules(key, origins),
+        engine, args.host, args.port, aliases(args.alias, models), AccessRules(key, origins),
         certificate=Certificate(args.tls_cert, args.tls_key) if args.tls_cert else None,
     )  # fmt: skip
+
+
+def model_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """The models that the options name, each once; the default if they name none.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    settled = settle_model(args)
+    names = tuple(dict.fromkeys([settled] if isinstance(settled, str) else settled))
+    for name in names:
+        path = model_path(name)
+        if not path.endswith(SUFFIX):
+            require_model(name, path)
+    return names
+
+
+def aliases(texts: Sequence[str], models: Sequence[str]) -> dict[str, str]:
+    """Models by the further names that --alias gives them.
+
+    Args:
+        texts: Each "NAME", of the first model, or "NAME=MODEL".
+        models: The names of all models.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    named = {}
+    for text in texts:
+        name, _, model = text.partition("=")
+        named[name] = model or models[0]
+        if named[name] not in models:
+            raise ValueError(f"--alias {text}: there is no --model {model}.")
+    return named
 
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for values that would fail only while the server starts, or later."""
     _checks.whole("--queue", args.queue, 0)
     _checks.whole("--port", args.port, 0, 2**16 - 1)
-    if args.max_tokens != -1:
-        _checks.whole("--max-tokens", args.max_tokens, 1)
-    _checks.whole("--prefill-step-size", args.prefill_step_size, 1)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key belong together: give both.")
-    if not 0 <= args.top_p <= 1:
-        raise ValueError(f"--top-p must be from 0 to 1; got {args.top_p:g}.")
-    if not 0 <= args.temp <= _checks.MOST_NUMBER:
-        raise ValueError(f"--temp must be a number of at least 0; got {args.temp:g}.")
-    if args.adapter_path is not None and not Path(args.adapter_path).is_dir():
-        raise ValueError(f"--adapter-path: there is no folder {args.adapter_path}.")
     if args.sessions is not None:
         if not args.sessions.exists():  # readable by its owner only
             args.sessions.mkdir(mode=0o700, parents=True)

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,27 +64,38 @@ DEFAULT_MODEL = "default_model"
 
 @dataclass(frozen=True)
 class Names:
-    """What the model is called.
+    """What the models are called.
 
     Attributes:
-        model: The name that answers have.
-        aliases: Further names by which requests may call it.
+        models: The names that answers have; the first is that of a request that names none.
+        aliases: Further names by which requests may call them, each with the model's.
         fingerprint: The system's fingerprint.
     """
 
-    model: str
-    aliases: Sequence[str] = ()
+    models: Sequence[str]
+    aliases: Mapping[str, str]
     fingerprint: str = ""
 
-    def require(self, name: str | None) -> None:
-        """Raise ApiError unless a request may call the model by this name."""
-        if name is None or name in (DEFAULT_MODEL, self.model, *self.aliases):
-            return
+    @property
+    def all(self) -> list[str]:
+        """The names of the models, and the further ones."""
+        return [*self.models, *self.aliases]
+
+    def model(self, name: str | None) -> str:
+        """The name of the model that a request calls by any of its names.
+
+        Raises:
+            ApiError: There is none of this name.
+        """
+        if name is None or name == DEFAULT_MODEL:
+            return self.models[0]
+        if name in self.all:
+            return self.aliases.get(name, name)
         shown = name if len(name) <= 60 else f"{name[:57]}..."
-        known = ", ".join(map(repr, (self.model, *self.aliases)))
         raise ApiError(
             404,
-            f"The model {shown!r} does not exist; this server has {known}.",
+            f"The model {shown!r} does not exist; this server has "
+            f"{', '.join(map(repr, self.all))}.",
             param="model",
             code="model_not_found",
         )
@@ -96,7 +107,7 @@ class Service:
     Args:
         scheduler: The thread that answers.
         rules: The access rules.
-        names: What the model is called.
+        names: What the models are called.
 
     Attributes:
         app: The ASGI application.
@@ -163,7 +174,7 @@ class Service:
 
     async def _completion(self, http: HttpRequest, kind: Any) -> Any:
         body = body_of(kind, await self._body(http))
-        self._names.require(body.model)
+        model = self._names.model(body.model)
         settings = self._scheduler.settings
         try:
             own = cache_settings(body.own_settings(), settings.defaults)
@@ -174,9 +185,8 @@ class Service:
         name = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4()}"
         seed = secrets.randbits(64) if body.seed is None else body.seed
         seeds = [(seed + i) % SEEDS for i in range(body.n or 1)]
-        request = Request(body, name, own, pins, seeds)
-        own_names = self._names.model, self._names.fingerprint
-        shape = Format(body, name, *own_names, int(time.time()))
+        request = Request(body, model, name, own, pins, seeds)
+        shape = Format(body, name, model, self._names.fingerprint, int(time.time()))
         return Exchange(self, request, shape, self._warn(body.ignored))
 
     async def _body(self, http: HttpRequest) -> bytes:
@@ -245,19 +255,14 @@ class Service:
     # -- reports ----------------------------------------------------------------------------------
 
     async def _models(self, http: HttpRequest) -> Response:
-        """The model, in a list or by its name."""
+        """All models, or one by its name."""
         name = http.path_params.get("name")
-        names = (self._names.model, *self._names.aliases)
-        models = {
-            one: {
-                "id": one, "object": "model", "created": self._created, "owned_by": "mlx-h2o"
-            }
-            for one in names
-        }  # fmt: skip
+        own = {"object": "model", "created": self._created, "owned_by": "mlx-h2o"}
         if name is None:
-            return JSONResponse({"object": "list", "data": list(models.values())})
-        self._names.require(name)
-        return JSONResponse(models.get(name, models[self._names.model]))
+            data = [{"id": one} | own for one in self._names.all]
+            return JSONResponse({"object": "list", "data": data})
+        model = self._names.model(name)
+        return JSONResponse({"id": name if name in self._names.all else model} | own)
 
     async def _health(self, http: HttpRequest) -> Response:
         scheduler = self._scheduler
@@ -309,7 +314,7 @@ class Service:
 
     async def _between_steps(self, look: views.Look) -> Any:
         """The result of a view, whose parts the scheduler computes between its steps."""
-        steps, result = look(self._scheduler, self._names.model), None
+        steps, result = look(self._scheduler), None
         try:
             while True:
                 part = steps.send(result)

@@ -26,11 +26,12 @@ class Batch:
         joins: Whether the sequences' caches are merged. If not, there is one sequence.
 
     Attributes:
+        model: The model.
         sequences: The sequences, by their rows.
     """
 
     def __init__(self, model: nn.Module, joins: bool):
-        self._model, self.joins = model, joins
+        self.model, self.joins = model, joins
         self.sequences: list[Sequence] = []
         self._caches: list[Any] = []
         # The tokens that are read next, `[B]`, and the log-probabilities they were drawn from.
@@ -80,7 +81,7 @@ class Batch:
         """
         inputs, rows = self._tokens, self._rows
         assert inputs is not None
-        logits = self._model(inputs[:, None], cache=self._caches)[:, -1]
+        logits = self.model(inputs[:, None], cache=self._caches)[:, -1]
         if all(
             one.sampler.is_plain and not (one.wants_row or one.replay) for one in self.sequences
         ):

@@ -86,7 +86,7 @@ class Conversation:
 
 
 class Conversations:
-    """All idle caches of one model; for the thread that generates.
+    """All idle caches; for the thread that generates.
 
     Args:
         left: Returns the most bytes that all of them may take now; None means no bound.
@@ -102,14 +102,13 @@ class Conversations:
         self.sessions: Sessions | None = None
         self.shrunk = self.forgotten = 0
         self._entries: dict[Place, Conversation] = {}
-        # The keys of conversations' tokens by their texts, the last used at the end.
-        self._texts: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        # Models, texts of conversations, and the keys of their tokens; the last used at the end.
+        self._texts: OrderedDict[tuple[str, str, bytes], None] = OrderedDict()
         self._text_size = self._clock = 0
 
-    def use(self, sessions: Sessions) -> None:
-        """Go on from the conversations of a folder, and write to it."""
-        self.sessions = sessions
-        for note in sessions.notes.values():
+    def add_model(self, name: str, fingerprint: str) -> None:
+        """Go on from the saved conversations of a model, if there is a folder."""
+        for note in self.sessions.add_model(name, fingerprint) if self.sessions else ():
             self._remember(note.place, note.turn.texts)
 
     def clear(self) -> None:
@@ -136,21 +135,25 @@ class Conversations:
 
     def _remember(self, place: Place, texts: Sequence[tuple[str, int]]) -> None:
         for text, count in texts:
-            pair = text, key_of(tokens_of(place.key)[:count])
-            self._text_size += 0 if pair in self._texts else len(text) + len(pair[1])
-            self._texts[pair] = None
-            self._texts.move_to_end(pair)
+            own = place.mark.model, text, key_of(tokens_of(place.key)[:count])
+            self._text_size += 0 if own in self._texts else len(text) + len(own[2])
+            self._texts[own] = None
+            self._texts.move_to_end(own)
         while self._text_size > MAX_TEXTS:
-            text, key = self._texts.popitem(last=False)[0]
+            _, text, key = self._texts.popitem(last=False)[0]
             self._text_size -= len(text) + len(key)
 
-    def spellings(self, text: str) -> list[tuple[int, bytes]]:
-        """Conversations that a text begins with: their characters, and the key of their tokens.
+    def spellings(self, model: str, text: str) -> list[tuple[int, bytes]]:
+        """A model's conversations that a text begins with: their characters, and their tokens' key.
 
         A model's tokens are seldom those into which its text is tokenized, and a client sends back
         text. The longest come first, and among those with the same text the last used.
         """
-        matches = [(len(own), key) for own, key in reversed(self._texts) if text.startswith(own)]
+        matches = [
+            (len(own), key)
+            for of, own, key in reversed(self._texts)
+            if of == model and text.startswith(own)
+        ]
         return sorted(matches, key=lambda match: -match[0])[:MAX_SPELLINGS]
 
     # -- finding ----------------------------------------------------------------------------------

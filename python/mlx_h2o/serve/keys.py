@@ -41,7 +41,7 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 @dataclass(frozen=True)
 class Mark:
-    """The settings and requested pins with which caches began.
+    """The model, the settings and the requested pins with which caches began.
 
     The pins that a request asked for are not always those of its caches in the end: the server's
     page can pin more tokens and unpin others.
@@ -49,10 +49,12 @@ class Mark:
     Attributes:
         label: The settings as text.
         pins: The pins that its requests asked for.
+        model: The model's fingerprint.
     """
 
     label: str = ""
     pins: tuple[Span, ...] = ()
+    model: str = ""
 
     def serves(self, wanted: Mark, count: int) -> bool:
         """Whether caches with this mark may serve a prompt with another mark.
@@ -65,7 +67,7 @@ class Mark:
             count: The number of its tokens that the caches have read.
         """
         same = self.pins in (wanted.pins, among_first(wanted.pins, count))
-        return same and self.label == wanted.label
+        return same and (self.label, self.model) == (wanted.label, wanted.model)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from functools import partial
 import mlx_lm
 from mlx_lm.server import get_system_fingerprint
 
-from mlx_h2o._byte_size import size_text
+from mlx_h2o._byte_size import Share, size_text
 from mlx_h2o.serve import ranks
 from mlx_h2o.serve.access import AccessRules, is_loopback
 from mlx_h2o.serve.app import Names, Service
@@ -49,7 +49,7 @@ class ServerSettings:
         engine: What the thread that generates needs to know.
         host: The address to listen on.
         port: The port; 0: any that is free.
-        aliases: Further names of the model.
+        aliases: Further names of models, each with the model's.
         rules: The access rules.
         limits: The limits of a connection.
         certificate: The certificate for TLS, or None.
@@ -58,7 +58,7 @@ class ServerSettings:
     engine: EngineSettings
     host: str = "127.0.0.1"
     port: int = 8080
-    aliases: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     rules: AccessRules = field(default_factory=AccessRules)
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     certificate: Certificate | None = None
@@ -80,7 +80,9 @@ def serve(
     _require_mlx_lm(mlx_lm.__version__)
     engine = settings.engine
     if ranks.processes() > 1:
-        ranks.require_shareable(engine.bound is not None, engine.sessions is not None)
+        ranks.require_shareable(
+            len(engine.models), engine.bound is not None, engine.sessions is not None
+        )
     with ExitStack() as until_end:
         if engine.sessions is not None:
             until_end.enter_context(in_use(engine.sessions))
@@ -159,7 +161,7 @@ def _listen(
     ready: Callable[[Server, Scheduler], None] | None,
 ) -> None:
     """Answer HTTP until Ctrl-C or SIGTERM; arguments as in `serve`."""
-    names = Names(settings.engine.model.name, settings.aliases, get_system_fingerprint())
+    names = Names(settings.engine.models, settings.aliases, get_system_fingerprint())
     service = Service(scheduler, settings.rules, names)
 
     def begun(server: Server) -> None:
@@ -175,12 +177,16 @@ def _greeting(settings: ServerSettings, port: int) -> str:
     host, engine = settings.host, settings.engine
     scheme = "https" if settings.certificate is not None else "http"
     shown = f"[{host}]" if ":" in host else host
-    bound = "no bound" if engine.bound is None else f"{size_text(engine.bound)} for all"
+    bound = "no bound"
+    if isinstance(engine.bound, Share):
+        bound = f"{engine.bound.part:.0%} of a 16-bit cache for all"
+    elif engine.bound is not None:
+        bound = f"{size_text(engine.bound)} for all"
     key = "needs the key" if settings.rules.key else "no key"
     page = host if is_loopback(host) else "THIS_MACHINE"
     lines = [
         f"Serving on {scheme}://{shown}:{port}",
-        f"  model: {', '.join((engine.model.name, *settings.aliases))}; KV memory: {bound}; {key}",
+        f"  model: {', '.join((*engine.models, *settings.aliases))}; KV memory: {bound}; {key}",
         f"  page: {scheme}://{page}:{port}/" + (" (any name, and the key)" if settings.rules.key
          else " (on this machine)"),
     ]  # fmt: skip

@@ -63,15 +63,16 @@ class Ledger:
     everyone who shows bytes reads them here: a cache that leaves a batch and becomes a conversation
     is in one of the two sums, never in both.
 
-    Args:
+    Attributes:
         bound: Bytes for everything; None means no bound.
     """
 
-    def __init__(self, bound: int | None):
-        self._bound = bound
+    bound: int | None = None
+
+    def __init__(self) -> None:
         self._reserved: dict[Hashable, int] = {}
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._now = Bytes(bound, 0, 0, 0, 0)
+        self._now = Bytes(None, 0, 0, 0, 0)
 
     @property
     def running(self) -> int:
@@ -86,11 +87,11 @@ class Ledger:
     @property
     def left_for_idle(self) -> int | None:
         """The most bytes that idle conversations may take now; None means no bound."""
-        return None if self._bound is None else self._bound - self.reserved
+        return None if self.bound is None else self.bound - self.reserved
 
     def has_room(self, need: int) -> bool:
         """Whether so many bytes are free, once idle conversations have made room."""
-        return self._bound is None or self.reserved + need <= self._bound
+        return self.bound is None or self.reserved + need <= self.bound
 
     def reserve(self, owner: Hashable, need: int) -> None:
         """Reserve bytes for one answer; idle conversations must make room before it runs."""
@@ -122,12 +123,12 @@ class Ledger:
             idle: Bytes of all other caches.
         """
         peak = max(self._now.peak, running + idle)
-        self._now = Bytes(self._bound, running, idle, self.reserved, peak)
+        self._now = Bytes(self.bound, running, idle, self.reserved, peak)
 
     def bytes(self) -> Bytes:
         """The bytes by the last measurement."""
         now = self._now
-        return Bytes(now.bound, now.running, now.idle, self.reserved, now.peak)
+        return Bytes(self.bound, now.running, now.idle, self.reserved, now.peak)
 
 
 def most_bytes(

@@ -1,4 +1,4 @@
-"""The one model that a server serves: loaded, probed and given caches in one thread."""
+"""A model that is served: loaded, probed and given caches in one thread."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import load as load_by_mlx_lm
+from mlx.utils import tree_flatten
 from mlx_lm.utils import sharded_load
 
+from mlx_h2o._byte_size import USUAL_CONTEXT, Share
+from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.calibration.first_use import profile_at_load
+from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.recorder import trained_context
 from mlx_h2o.hosts.refusals import NothingToBound
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.fingerprint import fingerprint
 from mlx_h2o.loading.load import load
 from mlx_h2o.models.make import bounded_caches
+from mlx_h2o.serve.grammar import GrammarCompiler
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.protocol import label_of
 from mlx_h2o.serve.ranks import any_failed, is_own, processes, shared
@@ -31,23 +35,6 @@ from mlx_h2o.serve.ranks import any_failed, is_own, processes, shared
 MAX_PLANS = 64
 #: Tokens that each of the two sequences reads that show whether caches can be batched.
 PROBE = ([0, 0, 0], [0, 0])
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """Which model is served, and how it is loaded.
-
-    Attributes:
-        name: A folder, an id on the hub, a built-in model or a GGUF file.
-        adapter: The folder of trained adapters, or None.
-        template: Another chat template, or None.
-        measures: Whether a model without a profile is measured before any request is answered.
-    """
-
-    name: str
-    adapter: str | None = None
-    template: str | None = None
-    measures: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,28 +60,49 @@ class ServedModel:
     """The model with its tokenizer; all of it belongs to the thread that makes it.
 
     Args:
-        choice: The model's name, and how it is loaded.
-        bound: Bytes of all caches of the server, or None.
+        name: A folder, an id on the hub, a built-in model or a GGUF file.
         chunk: Prompt tokens that are read at once.
+        measures: Whether a model without a profile is measured now.
 
     Attributes:
+        name: As above.
         model: The model.
         tokenizer: The model's tokenizer.
+        grammars: Grammars of answers for this tokenizer.
         fingerprint: A digest of its weights, settings and tokenizer.
         trained: The tokens that it was trained to see at once; 0 if it does not say.
+        bound: Bytes of all caches of the server, or None.
     """
 
-    def __init__(self, choice: ModelChoice, bound: int | None, chunk: int):
-        self._bound, self._chunk = bound, chunk
-        self.model, self.tokenizer = _loaded(choice)
-        if choice.template:
-            self.tokenizer.chat_template = choice.template
+    bound: int | None = None
+
+    def __init__(self, name: str, chunk: int, measures: bool = False):
+        self.name, self._chunk = name, chunk
+        self.model, self.tokenizer = _loaded(name)
         mx.eval(self.model.parameters())
+        self.grammars = GrammarCompiler(self.tokenizer)
         self.fingerprint = fingerprint(self.model, self.tokenizer)
         self.trained = trained_context(self.model, 0)
-        if choice.measures:
+        if measures:
             profile_at_load(self.model)
         self._plans: dict[str, CachePlan] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        weights: Any = tree_flatten(self.model.parameters())
+        return sum(array.nbytes for _, array in weights)
+
+    def in_bytes(self, share: Share, context: int | None) -> int:
+        """A share of this model's 16-bit cache.
+
+        Args:
+            share: The share.
+            context: The tokens that the cache holds; None: as many as the model was trained to see.
+        """
+        rows = sum(map(plain_bytes, layer_kinds(self.model)))
+        tokens = context or trained_context(self.model, USUAL_CONTEXT)
+        return int(share.part * tokens * rows)
 
     @property
     def vocabulary(self) -> int:
@@ -131,11 +139,11 @@ class ServedModel:
         if any_failed(error is not None):
             raise error or ValueError("Another process has no room for its heads: ask for more.")
         need = 0
-        if self._bound is not None:
+        if self.bound is not None:
             need = most_bytes(empty, self.model, self._chunk)
-            if need > self._bound:
+            if need > self.bound:
                 raise ValueError(
-                    f"These caches may take {need:,} bytes, and the server holds {self._bound:,} "
+                    f"These caches may take {need:,} bytes, and the server holds {self.bound:,} "
                     "in all: ask for fewer."
                 )
         bounded = bounded_members(empty)
@@ -171,21 +179,16 @@ class ServedModel:
         return True
 
 
-def _loaded(choice: ModelChoice) -> tuple[nn.Module, Any]:
+def _loaded(name: str) -> tuple[nn.Module, Any]:
     """The model and its tokenizer, shared out among the processes if there are several."""
-    if processes() > 1:
-        group = mx.distributed.init()
-        if choice.adapter is not None:
-            raise ValueError("Adapters are not served by several processes (mlx.launch).")
-        if is_own(choice.name):
-            return shared(choice.name, group)
-        model, tokenizer = sharded_load(choice.name, tensor_group=group)[:2]
-    elif choice.adapter is not None:
-        model, tokenizer = load_by_mlx_lm(choice.name, adapter_path=choice.adapter)[:2]
-    else:
-        return load(choice.name)
-    # So that its profile is found, as after `mlx_h2o.load`.
-    if Path(choice.name).is_dir():
-        model.mlx_h2o_folder = str(Path(choice.name))
+    if processes() == 1:
+        return load(name)
+    group = mx.distributed.init()
+    if is_own(name):
+        return shared(name, group)
+    model, tokenizer = sharded_load(name, tensor_group=group)[:2]
+    # For the search for its profile, as after `mlx_h2o.load`.
+    if Path(name).is_dir():
+        model.mlx_h2o_folder = str(Path(name))
     model.mlx_h2o_tokenizer = tokenizer
     return model, tokenizer

@@ -33,13 +33,16 @@ def rank() -> int:
     return int(mx.distributed.init().rank())
 
 
-def require_shareable(bounded: bool, saving: bool) -> None:
+def require_shareable(models: int, bounded: bool, saving: bool) -> None:
     """Raise ValueError for settings that would make ranks differ.
 
     Args:
+        models: The number of models.
         bounded: Whether there is a bound for all conversations.
         saving: Whether there is a folder for them.
     """
+    if models > 1:
+        raise ValueError(f"{SHARED}, which can be one model only: give one --model.")
     if bounded:
         raise ValueError(
             f"{SHARED}, and --kv-memory would bound one of them: omit it, and bound each "

@@ -106,6 +106,7 @@ class Request:
 
     Attributes:
         body: The fields that the client sent.
+        model: The model's name.
         name: The answer's id, which cannot be guessed.
         settings: The caches' settings, as `ModelSettings.of` takes them.
         pins: The pins of its prompt.
@@ -116,6 +117,7 @@ class Request:
     """
 
     body: Body
+    model: str
     name: str
     settings: dict[str, Any]
     pins: PinRequest
@@ -147,4 +149,5 @@ class Request:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other processes receive it by pickle; its client is connected to this one.
-        return Request, (self.body, self.name, self.settings, self.pins, list(self.seeds))
+        own = self.body, self.model, self.name, self.settings, self.pins, list(self.seeds)
+        return Request, own

@@ -20,21 +20,6 @@ GOLDEN, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 LEAST_LOGPROB = -9999.0
 
 
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """The values for requests that give none.
-
-    Attributes:
-        max_tokens: The most tokens of an answer.
-        temperature: The temperature; 0 takes the likeliest token.
-        top_p: The share of the mass that is sampled from.
-    """
-
-    max_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-
-
 @dataclass
 class Sampler:
     """Draws the tokens of one sequence.
@@ -61,22 +46,15 @@ class Sampler:
     context: TokenBuffer | None = None
 
     @classmethod
-    def of(
-        cls,
-        body: Body,
-        defaults: SamplingDefaults,
-        seed: int,
-        processors: Sequence[Any],
-    ) -> Sampler:
+    def of(cls, body: Body, seed: int, processors: Sequence[Any]) -> Sampler:
         """The sampler of a request.
 
         Args:
             body: The request's fields.
-            defaults: The values for fields that it does not give.
             seed: The seed of this answer.
             processors: More logits processors, after those of the fields.
         """
-        temperature = defaults.temperature if body.temperature is None else body.temperature
+        temperature = body.temperature or 0.0
         biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
         own = make_logits_processors(
             biases or None,
@@ -87,7 +65,7 @@ class Sampler:
         return cls(
             seed,
             0.0 if temperature < MIN_TEMPERATURE else temperature,
-            defaults.top_p if body.top_p is None else body.top_p,
+            _or(body.top_p, 1.0),
             body.top_k or 0,
             body.min_p or 0.0,
             [*own, *processors],

@@ -22,6 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_h2o._byte_size import Share
 from mlx_h2o.caches.conversation import bounded_members, pin
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.hosts import routing
@@ -32,16 +33,17 @@ from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.batch import Batch
 from mlx_h2o.serve.conversations import Conversations, can_trim
 from mlx_h2o.serve.errors import ApiError, NotLoaded
-from mlx_h2o.serve.grammar import GrammarCompiler, grammar_of
+from mlx_h2o.serve.grammar import grammar_of
 from mlx_h2o.serve.keys import Mark, Place, key_of, token_count, tokens_of
-from mlx_h2o.serve.memory import Ledger
+from mlx_h2o.serve.memory import USUAL_CHUNK, Ledger
 from mlx_h2o.serve.metrics import Metrics
-from mlx_h2o.serve.model import CachePlan, ModelChoice, ServedModel
+from mlx_h2o.serve.model import CachePlan, ServedModel
+from mlx_h2o.serve.models import Models, machine_bytes
 from mlx_h2o.serve.pins import NO_PINS, PinRequest
 from mlx_h2o.serve.prompt import Prompt
 from mlx_h2o.serve.protocol import MAX_TOKENS, Body, Chat
 from mlx_h2o.serve.request import Begun, Ended, Progress, Request
-from mlx_h2o.serve.sampling import Sampler, SamplingDefaults, check_for_model
+from mlx_h2o.serve.sampling import Sampler, check_for_model
 from mlx_h2o.serve.sequence import Sequence, evicted
 from mlx_h2o.serve.sessions import Limits, Sessions, Turn
 from mlx_h2o.slots.pins import Span, without
@@ -63,25 +65,31 @@ class EngineSettings:
     """What the scheduler needs to know.
 
     Attributes:
-        model: The model that is served.
+        models: The names of the models; the first is loaded at the start.
         defaults: The caches' settings for a request that gives none.
-        sampling: The sampling for a request that gives none.
+        measures: Whether models without a profile are measured when they are loaded.
         pins: The pins of a prompt whose request gives none.
-        bound: Bytes of all conversations, prefixes and batches; None means no bound.
+        bound: Bytes of all conversations, prefixes and batches, or a share of a 16-bit cache of
+            the first model; None means no bound.
+        memory: Bytes of `bound` and of all loaded weights; None: most of the machine's memory if
+            there are several models.
         queue: The most answers that may wait.
         chunk: Prompt tokens that are read at once.
+        answer_tokens: The most tokens of an answer whose request gives no number.
         sessions: The folder of saved conversations, or None.
         limits: The bounds of that folder.
         long_prompts: Whether prompts longer than those of training are served.
     """
 
-    model: ModelChoice
+    models: tuple[str, ...]
     defaults: dict[str, Any] = field(default_factory=dict)
-    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    measures: bool = False
     pins: PinRequest = NO_PINS
-    bound: int | None = None
+    bound: int | Share | None = None
+    memory: int | None = None
     queue: int = 32
-    chunk: int = 512
+    chunk: int = USUAL_CHUNK
+    answer_tokens: int = 512
     sessions: Path | None = None
     limits: Limits = field(default_factory=Limits)
     long_prompts: bool = False
@@ -95,9 +103,9 @@ class Scheduler:
         metrics: The counters.
 
     Attributes:
-        loaded: Set once the model is loaded, or cannot be.
+        loaded: Set once the first model is loaded, or cannot be.
         failure: Why it cannot be loaded, or None.
-        served: The model.
+        models: The models.
         conversations: The idle conversations.
         ledger: The bytes.
         works: Whether the last step was completed.
@@ -106,16 +114,18 @@ class Scheduler:
         thread: The thread.
     """
 
-    served: ServedModel
+    models: Models
 
     def __init__(self, settings: EngineSettings, metrics: Metrics):
         self.settings, self.metrics = settings, metrics
-        self.ledger, self.works = Ledger(settings.bound), True
+        self.ledger, self.works = Ledger(), True
         self.failures, self.last_failure = 0, ""
         self.conversations = Conversations(lambda: self.ledger.left_for_idle)
         self.loaded = threading.Event()
         self.failure: Exception | None = None
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Requests that wait for their model, and answers that wait for their bytes.
+        self._arrived: deque[Request] = deque()
         self._waiting: deque[list[Sequence]] = deque()
         self._reading: list[Sequence] = []
         self._batches: list[Batch] = []
@@ -137,7 +147,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """The number of answers that are not admitted yet."""
-        return sum(len(group) for group in list(self._waiting))
+        return len(self._arrived) + sum(len(group) for group in list(self._waiting))
 
     @property
     def slots(self) -> float:
@@ -195,34 +205,53 @@ class Scheduler:
         self._abandon(ApiError(503, "The server is ending."))
         # The arrays go in the thread that made them.
         self.conversations.clear()
-        del self.served
+        self.models.clear()
         gc.collect()
 
     def _begin(self) -> None:
         settings = self.settings
         routing.install()
-        self.served = ServedModel(settings.model, settings.bound, settings.chunk)
-        self._grammars = GrammarCompiler(self.served.tokenizer)
         if settings.sessions is not None:
-            own = settings.model.name, self.served.fingerprint
-            self.conversations.use(Sessions(settings.sessions, *own, settings.limits))
-        memory = describe(self.served.plan(settings.defaults).empty).memory
+            self.conversations.sessions = Sessions(settings.sessions, settings.limits)
+        memory = settings.memory
+        if memory is None and len(settings.models) > 1:
+            memory = machine_bytes()
+        self.models = Models(settings.models, memory, self._load)
+        self.models.use(settings.models[0], ())
+
+    def _load(self, name: str) -> ServedModel:
+        """A model, once its conversations are known and its caches can be had."""
+        settings = self.settings
+        served, bound = ServedModel(name, settings.chunk, settings.measures), settings.bound
+        if self.ledger.bound is None and bound is not None:
+            if isinstance(bound, Share):
+                bound = served.in_bytes(bound, settings.defaults.get("context"))
+            self.ledger.bound = bound
+            self.models.reserve(bound)
+        served.bound = self.ledger.bound
+        memory = describe(served.plan(settings.defaults).empty).memory
         if ranks.rank() == 0:
-            print(f"  a conversation: {memory}", file=sys.stderr, flush=True)
+            of = f" of {name}" if len(settings.models) > 1 else ""
+            print(f"  a conversation{of}: {memory}", file=sys.stderr, flush=True)
+        self.conversations.add_model(name, served.fingerprint)
+        return served
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._batches or self._reading or self._waiting)
+        return bool(self._batches or self._reading or self._waiting or self._arrived)
 
     def _turn(self) -> bool:
         """One turn of the loop; False if it was the last."""
         requests, goes_on = self._arrivals()
         gone = [one.name for one in self._all() if one.request.gone.is_set() and not one.over]
+        gone += [request.name for request in self._arrived if request.gone.is_set()]
         requests, gone, goes_on = ranks.shared_by_first((requests, gone, goes_on))
         for request in requests:
-            self._accept(request)
+            self._arrive(request)
         for one in [one for one in self._all() if one.name in gone]:
             self._end(one, ApiError(499, "The client went away."))
+        self._arrived = deque(one for one in self._arrived if one.name not in gone)
+        self._take_in()
         self._admit()
         for batch in list(self._batches):
             self._decode(batch)
@@ -259,45 +288,73 @@ class Scheduler:
             self._note_failure(error)
         for one in self._all():
             self._end(one, error)
+        for request in self._arrived:
+            request.deliver(0, as_api_error(error))
+        self._arrived.clear()
         self._waiting.clear()
         self._reading.clear()
         self._batches.clear()
 
     # -- arrival and admission --------------------------------------------------------------------
 
-    def _accept(self, request: Request) -> None:
-        """Check a request against the model, and let it wait for its bytes."""
+    def _arrive(self, request: Request) -> None:
+        """Let a request wait for its model, behind those that came before."""
+        if self.waiting > self.settings.queue:
+            request.deliver(0, self._full())
+        else:
+            self._arrived.append(request)
+
+    def _take_in(self) -> None:
+        """Load the models of the requests that arrived, as far as running ones leave room."""
+        while self._arrived:
+            request = self._arrived[0]
+            try:
+                served = self.models.use(request.model, {one.served for one in self._all()})
+            except Exception as error:
+                logging.error("A model cannot be loaded: %s", error)
+                request.deliver(0, ApiError(503, f"The model cannot be loaded: {error}"))
+            else:
+                if served is None:
+                    return
+                self._accept(request, served)
+            self._arrived.popleft()
+
+    def _full(self) -> ApiError:
+        wait = {"Retry-After": str(self.ledger.retry_after)}
+        return ApiError(429, "The queue is full.", headers=wait)
+
+    def _accept(self, request: Request, served: ServedModel) -> None:
+        """Check a request against its model, and let it wait for its bytes."""
         error: Exception | None = None
         group = list[Sequence]()
         try:
-            group = self._sequences(request)
+            group = self._sequences(request, served)
         except Exception as raised:
             error = raised
         if ranks.any_failed(error is not None) and error is None:
             error = ValueError("Another process has no room for its heads' part: ask for more.")
         if error is None:
             need = sum(one.plan.need for one in group)
-            full = self.waiting + len(group) > self.settings.queue
-            if self.settings.bound is not None and need > self.settings.bound:
+            full = sum(map(len, self._waiting)) + len(group) > self.settings.queue
+            if self.ledger.bound is not None and need > self.ledger.bound:
                 error = ValueError(
                     f"n={len(group)} answers may take {need:,} bytes, and the server holds "
-                    f"{self.settings.bound:,} in all: ask for fewer."
+                    f"{self.ledger.bound:,} in all: ask for fewer."
                 )
             elif full and (self._waiting or not self._has_room(group)):
-                wait = {"Retry-After": str(self.ledger.retry_after)}
-                error = ApiError(429, "The queue is full.", headers=wait)
+                error = self._full()
         if error is not None:
             request.deliver(0, as_api_error(error))
         else:
             self._waiting.append(group)
 
-    def _sequences(self, request: Request) -> list[Sequence]:
+    def _sequences(self, request: Request, served: ServedModel) -> list[Sequence]:
         """The sequences of a request.
 
         Raises:
             ValueError: This model cannot do what the request asks for.
         """
-        served, body = self.served, request.body
+        body = request.body
         check_for_model(body, served.vocabulary)
         if isinstance(body, Chat) and body.offered_tools and not served.tokenizer.has_tool_calling:
             raise ValueError(
@@ -307,37 +364,24 @@ class Scheduler:
         plan = served.plan(request.settings)
         grammar = grammar_of(body, served.tokenizer)
         prompt = Prompt.of(served.tokenizer, body)
-        self._check_length(prompt, plan)
-        pins, empty = self._spell(prompt, request, plan)
-        mark = Mark(plan.label, pins)
-        return [
-            self._sequence(request, index, prompt, plan, mark, empty, grammar)
-            for index in range(request.count)
-        ]
+        self._check_length(prompt, plan, served.trained)
+        mark, empty = self._spell(prompt, request, plan, served.fingerprint)
+        limit = self._limit(body, len(prompt.tokens), served.trained)
+        sequences = []
+        for index in range(request.count):
+            processors = []
+            if grammar is not None:
+                thinks = prompt.state == "reasoning"
+                processors.append(served.grammars.processor(grammar, thinks))
+            sampler = Sampler.of(body, request.seeds[index], processors)
+            text = AnswerText(served.tokenizer, request, prompt.tokens, prompt.state)
+            sequences.append(
+                Sequence(request, index, served, prompt, plan, mark, empty, sampler, text, limit)
+            )
+        return sequences
 
-    def _sequence(
-        self,
-        request: Request,
-        index: int,
-        prompt: Prompt,
-        plan: CachePlan,
-        mark: Mark,
-        empty: list[Any],
-        grammar: str | None,
-    ) -> Sequence:
-        """One of a request's sequences; the arguments are the fields of `Sequence`."""
-        tokenizer, body = self.served.tokenizer, request.body
-        processors = []
-        if grammar is not None:
-            processors.append(self._grammars.processor(grammar, prompt.state == "reasoning"))
-        defaults = self.settings.sampling
-        sampler = Sampler.of(body, defaults, request.seeds[index], processors)
-        text = AnswerText(tokenizer, request, prompt.tokens, prompt.state)
-        limit = self._limit(body, len(prompt.tokens))
-        return Sequence(request, index, prompt, plan, mark, empty, sampler, text, limit)
-
-    def _check_length(self, prompt: Prompt, plan: CachePlan) -> None:
-        trained, count = self.served.trained, len(prompt.tokens)
+    def _check_length(self, prompt: Prompt, plan: CachePlan, trained: int) -> None:
+        count = len(prompt.tokens)
         if not trained or count <= trained or plan.rolls or self.settings.long_prompts:
             return
         raise ApiError(
@@ -349,29 +393,28 @@ class Scheduler:
             code="context_length_exceeded",
         )
 
-    def _limit(self, body: Body, prompt: int) -> int:
+    def _limit(self, body: Body, prompt: int, trained: int) -> int:
         """The most tokens of an answer."""
-        limit = body.max_completion_tokens or body.max_tokens or self.settings.sampling.max_tokens
+        limit = body.max_completion_tokens or body.max_tokens or self.settings.answer_tokens
         if limit > 0:
             return limit
-        trained = self.served.trained
         return trained - prompt if trained > prompt else MAX_TOKENS
 
     def _spell(
-        self, prompt: Prompt, request: Request, plan: CachePlan
-    ) -> tuple[tuple[Span, ...], list[Any]]:
-        """Give a prompt the tokens of the conversation that it goes on from; its pins and caches.
+        self, prompt: Prompt, request: Request, plan: CachePlan, model: str
+    ) -> tuple[Mark, list[Any]]:
+        """Give a prompt the tokens of the conversation that it goes on from; its mark and caches.
 
         A model's tokens are seldom those into which its text is tokenized. So a prompt that begins
         with the text of a known conversation gets that one's tokens, and only the rest is
         tokenized.
         """
         spellings: list[tuple[list[int], tuple[str, int] | None]] = [(prompt.tokens, None)]
-        for count, key in self.conversations.spellings(prompt.text):
+        for count, key in self.conversations.spellings(model, prompt.text):
             tokens = prompt.spelled_from(count, tokens_of(key))
             if tokens and all(tokens != other for other, _ in spellings):
                 spellings.append((tokens, (prompt.text[:count], token_count(key))))
-        best: tuple[tuple[Span, ...], list[Any]] | None = None
+        best: tuple[Mark, list[Any]] | None = None
         most, error = -1, None
         for tokens, spelling in spellings:
             try:
@@ -380,9 +423,10 @@ class Scheduler:
             except ValueError as raised:
                 error = error or raised
                 continue
-            known = self.conversations.known(Place(Mark(plan.label, pins), key_of(tokens)))
+            mark = Mark(plan.label, pins, model)
+            known = self.conversations.known(Place(mark, key_of(tokens)))
             if known > most:
-                best, most = (pins, empty), known
+                best, most = (mark, empty), known
                 prompt.tokens, prompt.spelling = tokens, spelling
         if best is None:
             assert error is not None
@@ -463,7 +507,7 @@ class Scheduler:
         chunk = one.next_chunk(self.settings.chunk)
         if chunk:
             assert one.cache is not None
-            self.served.model(mx.array([chunk]), cache=one.cache)
+            one.served.model(mx.array([chunk]), cache=one.cache)
             mx.eval([entry.state for entry in one.cache])
             mx.clear_cache()
             one.tokens += chunk
@@ -481,10 +525,10 @@ class Scheduler:
         joins = one.plan.batches
         batch = None
         if joins and not one.suspect:
-            shared = (b for b in self._batches if b.joins and not b.sequences[0].suspect)
-            batch = next(shared, None)
+            shared = (b for b in self._batches if b.joins and b.model is one.served.model)
+            batch = next((b for b in shared if not b.sequences[0].suspect), None)
         if batch is None:
-            batch = Batch(self.served.model, joins)
+            batch = Batch(one.served.model, joins)
             self._batches.append(batch)
         try:
             batch.add(one)
@@ -530,7 +574,7 @@ class Scheduler:
         if one.repeats:
             return None
         one.suspect = False
-        ends = token in self.served.tokenizer.eos_token_ids
+        ends = token in one.served.tokenizer.eos_token_ids
         if not ends:
             piece = one.text.add(token, one.logprob(token, row))
             if piece or piece.logprobs:
@@ -545,7 +589,7 @@ class Scheduler:
         if piece or piece.logprobs:
             one.deliver(piece)
         self.metrics.count("evicted_tokens", evicted(cache))
-        self._look_at_length(cache)
+        self._look_at_length(one, cache)
         seconds = one.seconds()
         one.over = True
         self.ledger.release(one, seconds)
@@ -559,7 +603,7 @@ class Scheduler:
         and that cannot be taken back, the conversation goes on from the end of its prompt.
         """
         count = len(one.generated)
-        ends = bool(one.generated) and one.generated[-1] in self.served.tokenizer.eos_token_ids
+        ends = bool(one.generated) and one.generated[-1] in one.served.tokenizer.eos_token_ids
         texts = one.prompt.continuations(one.text, ends)
         prompt = len(one.prompt.tokens)
         most = max((number for _, number in texts), default=None)
@@ -593,9 +637,9 @@ class Scheduler:
                 assert self.conversations.sessions is not None
                 self.conversations.sessions.delivered(entry.place)
 
-    def _look_at_length(self, cache: list[Any]) -> None:
+    def _look_at_length(self, one: Sequence, cache: list[Any]) -> None:
         """Warn once of a conversation that is longer than what the model was trained for."""
-        warning = None if self._warned else past_training(self.served.model, cache)
+        warning = None if self._warned else past_training(one.served.model, cache)
         if warning is not None:
             self._warned = True
             logging.warning("A conversation is long: %s", warning)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.keys import Mark, Place, key_of
-from mlx_h2o.serve.model import CachePlan
+from mlx_h2o.serve.model import CachePlan, ServedModel
 from mlx_h2o.serve.prompt import Prompt
 from mlx_h2o.serve.request import Event, Request, TokenLogprob
 from mlx_h2o.serve.sampling import Sampler, finite, likeliest
@@ -26,6 +26,7 @@ class Sequence:
     Attributes:
         request: The request that it answers.
         index: The answer's number.
+        served: The model.
         prompt: The prompt.
         plan: The plan of its caches.
         mark: Its caches' settings, and the pins that the request asked for.
@@ -47,6 +48,7 @@ class Sequence:
 
     request: Request
     index: int
+    served: ServedModel
     prompt: Prompt
     plan: CachePlan
     mark: Mark

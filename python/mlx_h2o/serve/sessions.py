@@ -63,13 +63,11 @@ class Note:
 
     Attributes:
         model: The model's name.
-        fingerprint: The model's fingerprint.
-        place: The conversation's settings, pins and tokens.
+        place: The conversation's model, settings, pins and tokens.
         turn: The last answer.
     """
 
     model: str
-    fingerprint: str
     place: Place
     turn: Turn
 
@@ -77,7 +75,7 @@ class Note:
         """The note as a file's metadata."""
         mark = {"label": self.place.mark.label, "pins": self.place.mark.pins}
         fields = mark | {"tokens": tokens_of(self.place.key)} | vars(self.turn)
-        own = {"model": self.model, "fingerprint": self.fingerprint}
+        own = {"model": self.model, "fingerprint": self.place.mark.model}
         return own | {"turn": json.dumps(fields)}
 
     @classmethod
@@ -87,12 +85,13 @@ class Note:
             with safe_open(str(path), "numpy") as file:
                 metadata = json.loads((file.metadata() or {})["metadata"])
             fields = json.loads(metadata["turn"])
-            mark = Mark(str(fields["label"]), checked_spans("pins", fields["pins"]))
+            pins, model = checked_spans("pins", fields["pins"]), str(metadata["fingerprint"])
+            mark = Mark(str(fields["label"]), pins, model)
             texts = tuple((str(text), int(count)) for text, count in fields["texts"])
             messages = tuple(dict(message) for message in fields["messages"])
             turn = Turn(str(fields["name"]), str(fields["title"]), texts, messages)
             place = Place(mark, key_of(fields["tokens"]))
-            return cls(metadata["model"], metadata["fingerprint"], place, turn)
+            return cls(metadata["model"], place, turn)
         except _DAMAGE as error:
             logging.warning("Left aside %s, which is no saved conversation: %s", path.name, error)
             return None
@@ -112,40 +111,44 @@ class Limits:
 
 
 class Sessions:
-    """A folder of conversations of one model; for the thread that generates.
+    """A folder of conversations; for the thread that generates.
 
     Args:
         folder: The folder; it is created if need be, readable by its owner only.
-        model: The model's name.
-        fingerprint: The model's fingerprint: files of other models are ignored.
         limits: The folder's bounds.
 
     Attributes:
-        notes: The notes of this model's conversations, by the paths of their files.
+        notes: The notes of all conversations, by the paths of their files.
 
     Raises:
         OSError: The folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, model: str, fingerprint: str, limits: Limits):
-        self.folder, self._model, self._fingerprint = folder, model, fingerprint
-        self._limits = limits
+    def __init__(self, folder: Path, limits: Limits):
+        self.folder, self._limits = folder, limits
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.notes: dict[Path, Note] = {}
+        self._names: dict[str, str] = {}
         self._prune()
         for path in sorted(folder.glob(f"*{SUFFIX}"), key=_written):
             note = Note.read(path)
-            if note is not None and note.fingerprint == fingerprint:
+            if note is not None:
                 self.notes[path] = note
-            elif note is not None and note.model == model:
+
+    def add_model(self, name: str, fingerprint: str) -> list[Note]:
+        """The conversations of a model that is served from now on."""
+        self._names[fingerprint] = name
+        for path, note in self.notes.items():
+            if note.model == name and note.place.mark.model != fingerprint:
                 logging.warning(
                     "Left aside %s: it is of a model of the same name with other weights, another "
                     "configuration or another tokenizer.", path.name,
                 )  # fmt: skip
+        return [note for note in self.notes.values() if note.place.mark.model == fingerprint]
 
     def path_of(self, place: Place) -> Path:
         """The path of a conversation's file; no part of the name comes from a client."""
-        about = f"{self._fingerprint}\n{place.mark.label}\n{place.mark.pins}\n"
+        about = f"{place.mark.model}\n{place.mark.label}\n{place.mark.pins}\n"
         digest = hashlib.sha256(about.encode() + place.key).hexdigest()
         return self.folder / f"{digest[:40]}{SUFFIX}"
 
@@ -157,7 +160,7 @@ class Sessions:
         Its bytes are written, and not yet forced to disk (`sync`).
 
         Args:
-            place: The conversation's settings, pins and tokens.
+            place: The conversation's model, settings, pins and tokens.
             cache: The caches, one for each layer.
             turn: The last answer.
 
@@ -166,7 +169,7 @@ class Sessions:
             ValueError: The caches have something that cannot be saved.
         """
         path = self.path_of(place)
-        note = Note(self._model, self._fingerprint, place, turn)
+        note = Note(self._names.get(place.mark.model, ""), place, turn)
         save_prompt_cache(path, cache, note.as_metadata())
         self.notes[path] = note
         if path.stat().st_size > self._limits.nbytes:

@@ -25,6 +25,7 @@ from mlx_h2o.chat.kept_tokens import (
 from mlx_h2o.layer.pins_and_turns import PinAnswer
 from mlx_h2o.serve.conversations import Conversation, shrink
 from mlx_h2o.serve.keys import tokens_of
+from mlx_h2o.serve.model import ServedModel
 from mlx_h2o.serve.ranks import processes, require_alone
 from mlx_h2o.serve.scheduler import Scheduler
 from mlx_h2o.slots.pins import Span, checked_spans, joined
@@ -35,7 +36,7 @@ TEXTS_AT_A_TIME = 512
 CHANGES = ("pin", "unpin")
 
 Steps = Generator[Callable[[], Any], Any, Any]
-Look = Callable[[Scheduler, str], Steps]
+Look = Callable[[Scheduler], Steps]
 
 
 def view(path: str, known: str | None = None) -> Look:
@@ -56,9 +57,9 @@ def view(path: str, known: str | None = None) -> Look:
         case ["conversations"]:
             return overview
         case ["conversations", name] if name:
-            return lambda scheduler, _: conversation(scheduler, name, int(known))
+            return lambda scheduler: conversation(scheduler, name, int(known))
         case ["conversations", name, "half"]:
-            return lambda scheduler, _: at_half(scheduler, name)
+            return lambda scheduler: at_half(scheduler, name)
     raise LookupError("There is nothing here.")
 
 
@@ -66,17 +67,18 @@ def change(path: str, body: Any) -> Look:
     """The change for a path below the page's root; arguments and errors as in `view`."""
     match path.split("/"):
         case ["conversations", name, "pins"]:
-            return lambda scheduler, _: change_pins(scheduler, name, body)
+            return lambda scheduler: change_pins(scheduler, name, body)
     raise LookupError("There is nothing here.")
 
 
-def overview(scheduler: Scheduler, model: str) -> Steps:
-    """All idle conversations, the last used first, and the bytes of everything."""
+def overview(scheduler: Scheduler) -> Steps:
+    """The idle conversations of loaded models, the last used first, and the bytes of everything."""
 
     def look() -> dict[str, Any]:
-        now = scheduler.ledger.bytes()
+        now, served = scheduler.ledger.bytes(), scheduler.models.with_fingerprint
+        entries = scheduler.conversations.listed()
         return {
-            "model": model,
+            "models": scheduler.settings.models,
             "processes": processes(),
             "bytes": {
                 "bound": now.bound,
@@ -85,15 +87,20 @@ def overview(scheduler: Scheduler, model: str) -> Steps:
                 "idle": now.idle,
             },
             "requests": {"running": scheduler.ledger.running, "waiting": scheduler.waiting},
-            "conversations": [_outline(entry) for entry in scheduler.conversations.listed()],
+            "conversations": [
+                _outline(entry, model)
+                for entry in entries
+                if (model := served(entry.place.mark.model)) is not None
+            ],
         }
 
     return (yield look)
 
 
-def _outline(entry: Conversation) -> dict[str, Any]:
+def _outline(entry: Conversation, served: ServedModel) -> dict[str, Any]:
     last = entry.turns[-1]
     return {
+        "model": served.name,
         "id": last.name,
         "title": last.title,
         "tokens": entry.count,
@@ -115,10 +122,10 @@ def conversation(scheduler: Scheduler, name: str, known: int = 0) -> Steps:
     Raises:
         LookupError: There is no conversation of this name.
     """
-    (outline, layers, tokens), seconds = yield partial(_timed, partial(_state, scheduler, name))
+    state, seconds = yield partial(_timed, partial(_state, scheduler, name))
+    outline, tokenizer, layers, tokens = state
     outline["layers"] = _as_json(layers)
     outline["texts"] = texts = list[str]()
-    tokenizer = scheduler.served.tokenizer
     for first in range(known, len(tokens), TEXTS_AT_A_TIME):
         before = max(0, first - DECODE_CONTEXT)
         decode = partial(token_texts, tokenizer, tokens[before : first + TEXTS_AT_A_TIME])
@@ -128,14 +135,17 @@ def conversation(scheduler: Scheduler, name: str, known: int = 0) -> Steps:
     return outline | {"seconds": seconds}
 
 
-def _state(scheduler: Scheduler, name: str) -> tuple[dict[str, Any], list[LayerMemory], list[int]]:
-    """A conversation's outline, what its layers hold, and its tokens."""
+def _state(
+    scheduler: Scheduler, name: str
+) -> tuple[dict[str, Any], Any, list[LayerMemory], list[int]]:
+    """A conversation's outline, its tokenizer, what its layers hold, and its tokens."""
     # If several processes share the model, computing the newest step may need all of them.
     running = scheduler.running(name) if processes() == 1 else None
     if running is not None:
         one, cache = running
-        tokens = list(one.tokens)
+        tokens, served = list(one.tokens), one.served
         outline: dict[str, Any] = {
+            "model": served.name,
             "title": one.request.title,
             "tokens": len(tokens),
             "bytes": sum(entry.nbytes for _, entry in bounded_layers(cache)),
@@ -143,7 +153,8 @@ def _state(scheduler: Scheduler, name: str) -> tuple[dict[str, Any], list[LayerM
         }
     else:
         entry = _named(scheduler, name)
-        outline, cache, tokens = _outline(entry), entry.cache, tokens_of(entry.place.key)
+        served, cache, tokens = _served(scheduler, entry), entry.cache, tokens_of(entry.place.key)
+        outline = _outline(entry, served)
         outline["messages"] = list(entry.turns[-1].messages) or None
     layers = bounded_layers(cache)
     outline |= {
@@ -154,7 +165,7 @@ def _state(scheduler: Scheduler, name: str) -> tuple[dict[str, Any], list[LayerM
         "evicted": sum(one.evicted for _, one in layers) / max(len(layers), 1),
         "pins": _pins(cache),
     }
-    return outline, remembered(cache, len(tokens)), tokens
+    return outline, served.tokenizer, remembered(cache, len(tokens)), tokens
 
 
 def _timed(do: Callable[[], Any]) -> tuple[Any, float]:
@@ -171,6 +182,14 @@ def _named(scheduler: Scheduler, name: str) -> Conversation:
             "the name of a later answer, or made room for others."
         )
     return entry
+
+
+def _served(scheduler: Scheduler, entry: Conversation) -> ServedModel:
+    """A conversation's model."""
+    served = scheduler.models.with_fingerprint(entry.place.mark.model)
+    if served is None:
+        raise LookupError("The model of this conversation has made room for another.")
+    return served
 
 
 def _as_json(layers: Sequence[LayerMemory]) -> list[dict[str, Any]]:
@@ -219,7 +238,7 @@ def change_pins(scheduler: Scheduler, name: str, body: Any) -> Steps:
         ValueError: The body is invalid, or there is nothing or no room to pin.
     """
     what = _change_in(body)
-    require_alone("pins are a request's (its field mlx_h2o.pins), or the server's (--pin).")
+    require_alone("pins are a request's (its field mlx_h2o.pins), or the server's (--pin-role).")
 
     def change() -> dict[str, Any]:
         entry = _named(scheduler, name)
