@@ -6,7 +6,8 @@ swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter FileTe
 tests/conformance/test_swift_package.py reads it. `--stages` writes the shares of slots of growing
 conversations instead, stages.json, which tests/budgets/test_filling.py reads too. `--compressed`
 writes a file of `mlx_h2o compress`, compressed.safetensors, and the embedded model's continuation
-from it, compressed.json.
+from it, compressed.json; after that Swift's test has a session answer, and writes its conversation,
+swift-conversation.safetensors.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PROFILES = {
 }
 LEAST = 12
 #: Characters of the sample text to compress, the text after it, and tokens to generate.
-DOCUMENT, QUESTION, ANSWER = 300, " And so it was that Miss Anne", 24
+DOCUMENT, QUESTION, ANSWER = 300, " And so it was that Mr Elliot", 24
 
 
 def main() -> None:

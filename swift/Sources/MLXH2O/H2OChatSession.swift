@@ -31,6 +31,9 @@ public final class H2OChatSession: Sendable {
     ///   - configuration: How its caches are bounded.
     ///   - instructions: What the model is told first.
     ///   - history: What was said after them, read with the first turn.
+    ///   - caches: Caches that have read the beginning of the conversation, in the place of
+    ///     instructions and history: of ``H2OConfiguration/caches(for:)-(ModelContainer)``, say.
+    ///   - tokens: What they have read, for ``transcript`` and ``save(to:)``.
     ///   - parameters: How to generate; `maxKVSize` is not looked at.
     ///   - processing: How images and videos are made smaller.
     ///   - additionalContext: Values for the chat template.
@@ -40,6 +43,7 @@ public final class H2OChatSession: Sendable {
     public init(
         _ container: ModelContainer, h2o configuration: H2OConfiguration = .default,
         instructions: String? = nil, history: consuming [Chat.Message] = [],
+        caches: sending [any KVCache] = [], tokens: [Int] = [],
         parameters: GenerateParameters = GenerateParameters(),
         processing: UserInput.Processing = .init(resize: CGSize(width: 512, height: 512)),
         additionalContext: [String: any Sendable]? = nil, tools: [ToolSpec]? = nil,
@@ -51,7 +55,7 @@ public final class H2OChatSession: Sendable {
         (self.instructions, self.parameters) = (instructions, parameters)
         (self.processing, self.additionalContext) = (processing, additionalContext)
         (self.tools, self.toolDispatch) = (tools, toolDispatch)
-        memory = ChatMemory(history)
+        memory = ChatMemory(history, caches, tokens)
     }
 
     /// The model's reply.
@@ -106,10 +110,8 @@ public final class H2OChatSession: Sendable {
     ///
     /// - Parameter carry: As of ``H2OKVCache/newTurn(carry:)``.
     public func newTurn(carry: Double) async throws {
-        try await container.perform { [memory] _ in
-            for case let cache as H2OKVCache in memory.caches ?? [] {
-                try cache.newTurn(carry: carry)
-            }
+        try await withCaches {
+            for case let cache as H2OKVCache in $0 { try cache.newTurn(carry: carry) }
         }
     }
 
@@ -119,8 +121,17 @@ public final class H2OChatSession: Sendable {
     }
 
     /// What was asked for and the conversation's caches do not have; nothing before the first turn.
-    public var notices: [H2ONotice] {
-        get async { await container.perform { [memory] _ in memory.caches?.notices ?? [] } }
+    public var notices: [H2ONotice] { get async { await withCaches { $0.notices } } }
+
+    /// Look at the conversation's caches, or pin and resize them, between turns.
+    ///
+    ///     let bytes = await session.withCaches { H2OKVCache.describe($0).reduce(0) { $0 + $1.nbytes } }
+    ///
+    /// - Parameter body: What to do with them; there are none before the first turn.
+    public func withCaches<Result: Sendable>(
+        _ body: @Sendable ([any KVCache]) throws -> Result
+    ) async rethrows -> Result {
+        try await container.perform { [memory] _ in try body(memory.caches ?? []) }
     }
 
     /// The text of all that the model has read and said, with the chat template's markers.
@@ -134,10 +145,10 @@ public final class H2OChatSession: Sendable {
 
     /// Write the conversation's memory and tokens, in the file that `mlx_h2o chat` writes too.
     ///
-    /// It waits for a reply that is being said. A file of that name is replaced once all is on disk.
+    /// It waits for the end of a reply. A file of that name is replaced once all is on disk.
     ///
-    /// - Throws: ``H2OError/file(_:)`` before anything was said, for caches that cannot be written, or
-    ///   where the disk is full.
+    /// - Throws: ``H2OError/file(_:)`` before the first turn, for caches that cannot be written or came
+    ///   without their tokens, or where the disk is full.
     public func save(to url: URL) async throws {
         try await container.perform { [memory] _ in try memory.save(to: url) }
     }
@@ -153,8 +164,8 @@ public final class H2OChatSession: Sendable {
         }
     }
 
-    /// What the session holds between turns.
-    var held: [any KVCache]? { memory.caches }
+    /// What the session has between turns.
+    var caches: [any KVCache]? { memory.caches }
 }
 
 // MARK: a turn
@@ -173,9 +184,9 @@ extension H2OChatSession {
             do {
                 var pending = first
                 while !pending.list.isEmpty {
-                    let said = pending
+                    let messages = pending
                     let calls = try await container.perform { context in
-                        try await self.turn(said.list, context) { generation in
+                        try await self.turn(messages.list, context) { generation in
                             guard let part = part(generation) else { return true }
                             if case .terminated = continuation.yield(part) { return false }
                             return true
@@ -202,25 +213,30 @@ extension H2OChatSession {
         return Messages(list: answers)
     }
 
-    /// Read what is new and say the reply, with the container held.
+    /// Read what is new and generate the reply, within `container.perform`.
     ///
     /// - Returns: The calls that are to be dispatched.
     private func turn(
         _ messages: [Chat.Message], _ context: ModelContext, _ give: (Generation) -> Bool
     ) async throws -> [ToolCall] {
         let caches: [any KVCache]
-        if let held = memory.caches { caches = held } else { caches = try await fresh(context) }
+        if let own = memory.caches {
+            caches = own
+        } else {
+            caches = try await fresh(context)
+            memory.lacksTokens = false
+        }
         let input = try await newInput(messages, context)
         let read = memory.tokens + input.text.tokens.flattened().asArray(Int.self)
         memory.drop()  // for where reading fails half-way
-        let said = SaidTokens()
+        let reply = ReplyTokens()
         var calls: [ToolCall] = [], isStop = false
         // Throws what goes wrong in the model or its caches, and cannot be thrown there.
         func generate(_ failure: ErrorBox) async throws {
             let iterator = RecordingIterator(
                 iterator: try TokenIterator(
                     input: input, model: context.model, cache: caches, parameters: parameters),
-                said: said, failure: failure)
+                reply: reply, failure: failure)
             let (stream, task) = generateTask(
                 promptTokenCount: input.text.tokens.size, modelConfiguration: context.configuration,
                 tokenizer: context.tokenizer, iterator: iterator, tools: tools)
@@ -244,7 +260,7 @@ extension H2OChatSession {
             }
             throw error is MLXError ? H2OError.internal(error.localizedDescription) : error
         }
-        memory.note(caches, read + said.tokens, isStop: isStop)
+        memory.adopt(caches, read + reply.tokens, isStop: isStop)
         return calls
     }
 
@@ -291,7 +307,7 @@ extension H2OChatSession {
     }
 }
 
-/// What a session holds; touched only while its container is held.
+/// What a session has between turns; touched within `container.perform` alone.
 private final class ChatMemory: @unchecked Sendable {
     private(set) var caches: [any KVCache]?
     /// The tokens that the caches have read, by position.
@@ -302,21 +318,30 @@ private final class ChatMemory: @unchecked Sendable {
     private var isStop = false
     /// What was said before the first turn.
     private(set) var history: [Chat.Message]
+    /// Whether the first caches came without the tokens that they have read.
+    var lacksTokens: Bool
+    /// What the file of the conversation says about its model, for Python.
+    private var about: [String: String] = [:]
 
     /// Under which a file's metadata has the tokens (python/mlx_h2o/chat/dialogue.py).
     private static let key = "mlx-h2o dialogue"
 
-    init(_ history: [Chat.Message]) { self.history = history }
+    init(_ history: [Chat.Message], _ caches: [any KVCache], _ tokens: [Int]) {
+        self.history = history
+        lacksTokens = tokens.isEmpty && caches.contains { $0.offset > 0 }
+        if !caches.isEmpty { (self.caches, self.tokens) = (caches, tokens) }
+    }
 
     /// Begin anew, with the history.
     func drop() { (caches, tokens, pending, isStop) = (nil, [], [], false) }
 
     func clear() {
         drop()
-        history = []
+        (history, about, lacksTokens) = ([], [:], false)
     }
 
-    func note(_ caches: [any KVCache], _ tokens: [Int], pending: [Int] = [], isStop: Bool = false) {
+    func adopt(_ caches: [any KVCache], _ tokens: [Int], pending: [Int] = [], isStop: Bool = false)
+    {
         (self.caches, self.tokens) = (caches, tokens)
         (self.pending, self.isStop) = (pending, isStop)
     }
@@ -341,38 +366,44 @@ private final class ChatMemory: @unchecked Sendable {
 
     func save(to url: URL) throws {
         guard let caches else {
-            throw H2OError.file("Nothing was said yet that could be saved.")
+            throw H2OError.file("There is nothing to save yet.")
+        }
+        guard !lacksTokens else {
+            throw H2OError.file(
+                "The session's caches came without the tokens that they have read: give them to the "
+                    + "initialiser too.")
         }
         func list(_ tokens: [Int]) -> H2OSettingValue { .array(tokens.map { .int($0) }) }
         let state = H2OSettingValue.object([
             "tokens": list(tokens), "pending": list(pending), "is_stop": .bool(isStop),
         ])
-        try H2OKVCache.saveCaches(caches, to: url, metadata: [Self.key: state.text])
+        try H2OKVCache.saveCaches(
+            caches, to: url, metadata: about.merging([Self.key: state.text]) { $1 })
     }
 
     func restore(from url: URL, _ model: any LanguageModel, _ pressure: H2OMemoryPressure?) throws {
         let (caches, metadata) = try H2OKVCache.loadCaches(
             from: url, for: model, pressure: pressure)
         guard let text = metadata[Self.key], let state = try? H2OSettingValue(parsing: text),
-            let tokens = state["tokens"]?.array, let pending = state["pending"]?.array
+            let tokens = state["tokens"]?.array?.compactMap(\.int),
+            let pending = state["pending"]?.array?.compactMap(\.int)
         else {
             throw H2OError.file("\(url.path) holds no conversation.")
         }
-        note(
-            caches, tokens.compactMap(\.int), pending: pending.compactMap(\.int),
-            isStop: state["is_stop"]?.bool ?? false)
-        history = []
+        lacksTokens = false
+        adopt(caches, tokens, pending: pending, isStop: state["is_stop"]?.bool ?? false)
+        (history, about) = ([], metadata.filter { ["model", "fingerprint"].contains($0.key) })
     }
 }
 
-/// What an iterator has given, all of which is in the caches.
-private final class SaidTokens {
+/// The tokens of a reply so far, all of which the caches have read.
+private final class ReplyTokens {
     var tokens: [Int] = []
 }
 
 private struct RecordingIterator: TokenIteratorProtocol {
     var iterator: TokenIterator
-    let said: SaidTokens
+    let reply: ReplyTokens
     let failure: ErrorBox
 
     var maxTokens: Int? { iterator.maxTokens }
@@ -381,7 +412,7 @@ private struct RecordingIterator: TokenIteratorProtocol {
 
     mutating func next() -> Int? {
         guard let token = iterator.next(), failure.firstError == nil else { return nil }
-        said.tokens.append(token)
+        reply.tokens.append(token)
         return token
     }
 }

@@ -78,10 +78,10 @@ import Testing
         var replies: [String] = []
         for _ in 0 ..< 2 {
             for prompt in prompts { replies.append(try await session.respond(to: prompt)) }
-            let caches = session.held!.map { $0 as! H2OKVCache }
+            let caches = session.caches!.map { $0 as! H2OKVCache }
             #expect(caches.allSatisfy { $0.physicalLength <= 64 && $0.evicted > 0 })
             await session.clear()
-            #expect(session.held == nil)
+            #expect(session.caches == nil)
         }
         #expect(Array(replies[..<4]) == Array(replies[4...]))
     }
@@ -113,7 +113,7 @@ import Testing
             }
             // The next call for the container has it when the reply is over.
             await container.perform { _ in }
-            let offsets = Set(session.held!.map(\.offset))
+            let offsets = Set(session.caches!.map(\.offset))
             #expect(offsets.count == 1 && offsets.first! >= last + count)
             last = offsets.first!
         }
@@ -142,7 +142,7 @@ import Testing
         #expect(dialogue["tokens"]!.array!.count == caches[0].offset)
         #expect(dialogue["pending"]!.array!.isEmpty)
         // A file of caches that is no conversation leaves this one as it is.
-        try H2OKVCache.saveCaches(session.held!, to: url)
+        try H2OKVCache.saveCaches(session.caches!, to: url)
         await #expect(throws: H2OError.self) { try await other.restore(from: url) }
         #expect(try await other.respond(to: prompts[3]) == session.respond(to: prompts[3]))
     }
@@ -210,7 +210,7 @@ import Testing
         }
         func expectPinned(_ session: H2OChatSession) {
             let end = Letters().rendered([.system(instructions)]).count - 12
-            for case let cache as H2OKVCache in session.held! {
+            for case let cache as H2OKVCache in session.caches! {
                 #expect(cache.pins.count == 1 && cache.pins[0].lowerBound == 0)
                 #expect(cache.pins[0].upperBound >= end && cache.evicted > 0)
                 for head in try! cache.keptPositions()[0] {
@@ -241,7 +241,7 @@ import Testing
                 h2o: try H2OConfiguration(budget: .tokens(24), undo: undo),
                 parameters: parameters(1))
             #expect(try await session.respond(to: prompts[0]).isEmpty)
-            let cache = session.held![0] as! H2OKVCache, before = cache.offset
+            let cache = session.caches![0] as! H2OKVCache, before = cache.offset
             #expect(cache.evicted > 0)
             var read = 0
             for try await part in session.streamDetails(to: prompts[1]) {
@@ -286,7 +286,7 @@ import Testing
         #expect(script.calls.map(\.function.name) == ["add", "add"])
         #expect(script.calls[0].function.arguments == ["a": .int(2)])
         #expect(script.roles == [.user, .assistant, .tool])
-        let letters = Letters(), cache = session.held![0] as! H2OKVCache
+        let letters = Letters(), cache = session.caches![0] as! H2OKVCache
         func messages(_ more: [Chat.Message]) -> [Int] {
             letters.rendered([.system("tool add"), .system(instructions)] + more)
         }
@@ -370,10 +370,10 @@ import Testing
             } catch let error as H2OError {
                 guard case .policy = error else { throw error }
                 failures += 1
-                #expect(session.held == nil)
+                #expect(session.caches == nil)
             }
         }
-        #expect(failures == 1 && session.held != nil)
+        #expect(failures == 1 && session.caches != nil)
     }
 
     @Test func whatCannotBeBoundedIsToldBeforeAnythingIsRead() async throws {

@@ -9,7 +9,6 @@ import Testing
 @Suite struct FileTests {
     static let fixtures = checkout.appendingPathComponent("swift/Tests/MLXH2OTests/Fixtures")
     static let python = fixtures.appendingPathComponent("python-caches.safetensors")
-    static let swift = fixtures.appendingPathComponent("swift-caches.safetensors")
 
     @Test func whatIsLoadedGoesOnAsBefore() throws {
         let file = temporaryFile()
@@ -47,47 +46,95 @@ import Testing
         let file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
         try H2OKVCache.saveCaches(caches, to: file, metadata: ["from": "swift"])
-        if ProcessInfo.processInfo.environment["MLX_H2O_RECORD"] != nil {
-            try Data(contentsOf: file).write(to: Self.swift)
-        }
-        let (arrays, header) = try loadArraysAndMetadata(url: file)
-        let (expected, expectedHeader) = try loadArraysAndMetadata(url: Self.swift)
-        #expect(header == expectedHeader)
-        #expect(arrays.keys.sorted() == expected.keys.sorted())
-        #expect(arrays.allSatisfy { same($1, expected[$0]!) })
+        try expectRecorded(file, as: "swift-caches.safetensors")
     }
 
-    /// What `mlx_h2o compress` made on another machine: an app goes on from it as Python does, with
-    /// the document's pins, beyond the room that was left for the conversation.
-    @Test func aCompressedDocumentIsGoneOnWith() throws {
-        let file = Self.fixtures.appendingPathComponent("compressed.safetensors")
+    /// What `mlx_h2o compress` made on another machine: a session goes on from it as Python does, with
+    /// the document's pins, beyond the room that was left, and Python reads what the session saves.
+    @Test func aCompressedDocumentIsGoneOnWith() async throws {
         let expected = try JSONDecoder().decode(
             Continuation.self,
             from: Data(contentsOf: Self.fixtures.appendingPathComponent("compressed.json")))
-        let model = try H2OModels.load(folder: GoldenReplay.embeddedModel, dtype: .float32)
-        let (caches, metadata) = try H2OKVCache.loadCaches(from: file, for: model)
-        #expect(metadata == ["model": "builtin:recall-4m", "compressed": "40%"])
-        let bounded = caches.compactMap { $0 as? H2OKVCache }
-        #expect(bounded.count == caches.count && bounded.allSatisfy { $0.evicted > 0 })
-        #expect(bounded.allSatisfy { $0.packing.keyBits != nil && $0.frame != nil })
-        let before = bounded.map(\.evicted)
-        var said: [Int32] = []
-        while said.count < expected.tokens.count {
-            let given = said.last.map { [$0] } ?? expected.prompt
-            let logits = model(MLXArray(given)[.newAxis], cache: caches)
-            said.append(argMax(logits[0, given.count - 1], axis: -1).item(Int32.self))
+        let container = try Recall.container(question: expected.prompt)
+        // The last token of Python's is one that its caches have not read.
+        let session = H2OChatSession(
+            container,
+            parameters: GenerateParameters(maxTokens: expected.tokens.count - 1, temperature: 0))
+        try await session.restore(from: Self.compressed)
+        let document = await session.transcript
+        let evicted = await session.withCaches { $0.map { ($0 as! H2OKVCache).evicted } }
+        #expect(evicted.allSatisfy { $0 > 0 })
+        let reply = try await session.respond(to: Recall.question)
+        let tokenizer = try Recall()
+        #expect(reply == tokenizer.decode(tokenIds: expected.tokens.dropLast()))
+        #expect(
+            await session.transcript == document + tokenizer.decode(tokenIds: expected.prompt)
+                + reply)
+        try await session.withCaches { caches in
+            let bounded = caches.map { $0 as! H2OKVCache }
+            #expect(bounded.allSatisfy { $0.packing.keyBits != nil && $0.frame != nil })
+            let kept = try bounded.map { try $0.keptPositions()[0].map { $0.sorted() } }
+            #expect(kept == expected.kept)
+            #expect(zip(bounded, evicted).allSatisfy { $0.evicted > $1 })
+            let pinned = Set(20 ..< 24)
+            #expect(kept.joined().allSatisfy { pinned.isSubset(of: $0) })
         }
-        #expect(said == expected.tokens)
-        #expect(try bounded.map { try $0.keptPositions()[0].map { $0.sorted() } } == expected.kept)
-        #expect(zip(bounded, before).allSatisfy { $0.evicted > $1 })
-        let pinned = Set(20 ..< 24)
-        #expect(try bounded.allSatisfy { try $0.keptPositions()[0].allSatisfy(pinned.isSubset) })
+        let file = temporaryFile()
+        defer { try? FileManager.default.removeItem(at: file) }
+        try await session.save(to: file)
+        try expectRecorded(file, as: "swift-conversation.safetensors")
+    }
+
+    private static let compressed = fixtures.appendingPathComponent("compressed.safetensors")
+
+    /// The same caches in hand, with settings of one's own: a session begins with them.
+    @Test func aSessionBeginsWithCaches() async throws {
+        let container = try Recall.container(question: [5, 6, 7])
+        func session(withTokens: Bool) throws -> H2OChatSession {
+            let (caches, metadata) = try H2OKVCache.loadedCaches(from: Self.compressed)
+            let dialogue = try H2OSettingValue(parsing: metadata["mlx-h2o dialogue"]!)
+            let tokens = dialogue["tokens"]!.array!.compactMap(\.int)
+            return H2OChatSession(
+                container, h2o: .streaming, caches: caches, tokens: withTokens ? tokens : [],
+                parameters: GenerateParameters(maxTokens: 4, temperature: 0))
+        }
+        let restored = H2OChatSession(
+            container, parameters: GenerateParameters(maxTokens: 4, temperature: 0))
+        try await restored.restore(from: Self.compressed)
+        let reply = try await restored.respond(to: Recall.question)
+        let one = try session(withTokens: false)
+        #expect(try await one.respond(to: Recall.question) == reply)
+        let file = temporaryFile()
+        defer { try? FileManager.default.removeItem(at: file) }
+        await #expect(throws: H2OError.self) { try await one.save(to: file) }
+        let other = try session(withTokens: true)
+        #expect(try await other.respond(to: Recall.question) == reply)
+        #expect(await other.transcript == restored.transcript)
+        try await other.save(to: file)
+        // What follows is bounded by the session's own settings.
+        await other.clear()
+        _ = try await other.respond(to: Recall.question)
+        let policy = await other.withCaches { ($0[0] as! H2OKVCache).policy }
+        #expect(policy is H2OPolicies.Streaming)
     }
 
     /// How Python goes on from a file (tools/record_caches.py --compressed).
     private struct Continuation: Decodable {
-        let prompt, tokens: [Int32]
+        let prompt, tokens: [Int]
         let kept: [[[Int]]]
+    }
+
+    /// That a file is the fixture that Python's tests read, or becomes it.
+    private func expectRecorded(_ file: URL, as name: String) throws {
+        let fixture = Self.fixtures.appendingPathComponent(name)
+        if ProcessInfo.processInfo.environment["MLX_H2O_RECORD"] != nil {
+            try Data(contentsOf: file).write(to: fixture)
+        }
+        let (arrays, header) = try loadArraysAndMetadata(url: file)
+        let (expected, expectedHeader) = try loadArraysAndMetadata(url: fixture)
+        #expect(header == expectedHeader)
+        #expect(arrays.keys.sorted() == expected.keys.sorted())
+        #expect(arrays.allSatisfy { same($1, expected[$0]!) })
     }
 
     /// Shared keys, and ropes that turn nothing: read as an ordinary cache, they would be another
