@@ -149,11 +149,18 @@ quick-swift: $(VENV)/.installed
 	$(if $(HAS_SWIFT),$(QUICK) $(MAKE) swift-lint swift-package)
 
 .PHONY: swift-lint swift-package swift-tests
-swift-lint: $(VENV)/.installed
+SYMBOLS := build/symbols
+swift-lint: mlx_c
 	swift-format lint --strict --parallel --recursive $(SWIFT_SOURCES)
 	MLX_H2O_PACKAGES=apple swift package dump-package | $(BIN)/python tools/check_swift_manifest.py
 	$(BIN)/python tools/unused_stand_ins.py
-	$(BIN)/python tools/check_docc.py
+	PKG_CONFIG_PATH="$(MLX_C)" swift build -debug-info-format none --target MLXH2O
+	mkdir -p $(SYMBOLS) && rm -f $(SYMBOLS)/*
+	swift-symbolgraph-extract -module-name MLXH2O -target $(shell uname -m)-unknown-linux-gnu \
+	    -I .build/debug/Modules -I c_api/include -I swift/Linux/Sources/Cmlx \
+	    -Xcc -I$(CURDIR)/c_api/mlx_c/include -skip-synthesized-members -skip-inherited-docs \
+	    -output-dir $(SYMBOLS)
+	$(BIN)/python tools/check_docc.py $(SYMBOLS)
 
 swift-package: mlx_c
 	$(SWIFT_TEST)

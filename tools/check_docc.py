@@ -1,75 +1,71 @@
 """The documentation of the Swift package: its links resolve, and every public type has a topic.
 
-A symbol is what the sources declare, by name and argument labels, as DocC writes it.
+    python tools/check_docc.py FOLDER
+
+FOLDER has the module's symbol graph (`swift-symbolgraph-extract`), by which DocC resolves links:
+from a symbol outward, in the module, and in the types of other modules that it extends.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-SOURCES = Path("swift/Sources/MLXH2O")
-PAGE = SOURCES / "MLXH2O.docc" / "MLXH2O.md"
+PAGE = Path("swift/Sources/MLXH2O/MLXH2O.docc/MLXH2O.md")
 LINK = re.compile(r"``([^`]+)``")
-TYPE = re.compile(r"^public (?:final )?(?:class|enum|protocol|struct) (\w+)", re.M)
-FUNCTION = re.compile(r"\bfunc (\w+)[^(]*\(")
-INITIALISER = re.compile(r"\b(init)\??(?:<[^>]*>)?\(")
-NAME = re.compile(r"\b(?:class|enum|let|protocol|struct|typealias|var) (\w+)")
-CASE = re.compile(r"^ *case ([a-z`].*)$", re.M)
+TYPES = {"swift.class", "swift.enum", "swift.protocol", "swift.struct"}
 BLOCK = re.compile(r"```.*?```", re.S)
-# What DocC adds to a name that several symbols have: a kind, or types of arguments.
-ADDED = re.compile(r"-swift\.\w+|-\([^)]*\)")
+# What tells symbols of one name apart: a kind, or types of arguments.
+SUFFIX = re.compile(r"-(?:swift\.\w+|\w+|\([^)]*\))$")
+
+Paths = dict[tuple[str, ...], int]
 
 
-def labels(text: str, start: int) -> str:
-    """The argument labels "a:b:" of a parameter list that begins at an index."""
-    depth, parts = 0, [""]
-    for letter in text[start:]:
-        if letter in ")]}>" and not parts[-1].endswith("-"):
-            depth -= 1
-            if depth < 0:
-                break
-        depth += letter in "([{<"
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    names = [re.sub(r"@\w+(\([^)]*\))? *", "", part).split() for part in parts]
-    return "".join(words[0].rstrip(":") + ":" for words in names if words)
+def read(folder: Path) -> tuple[list[dict[str, Any]], Paths]:
+    """The module's public symbols, and how many have each path."""
+    symbols: list[dict[str, Any]] = []
+    paths: Paths = {("MLXH2O",): 1}
+    for file in sorted(folder.glob("MLXH2O*.symbols.json")):
+        _, _, extended = file.name.removesuffix(".symbols.json").partition("@")
+        for symbol in json.loads(file.read_text())["symbols"]:
+            symbols.append(symbol)
+            path = tuple(symbol["pathComponents"])
+            for one in [path, (extended, *path)] if extended else [path]:
+                paths[one] = paths.get(one, 0) + 1
+    return symbols, paths
 
 
-def declared(text: str) -> set[str]:
-    """What a source declares: types, variables, cases, and functions with their labels."""
-    code = re.sub(r"//.*", "", text)
-    found = set(NAME.findall(code))
-    for pattern in (FUNCTION, INITIALISER):
-        for match in pattern.finditer(code):
-            found.add(f"{match[1]}({labels(code, match.end())})")
-    for match in CASE.finditer(code):
-        for case in re.findall(r"(`?\w+`?)(\([^)]*\))?", match[1]):
-            name = case[0].strip("`")
-            of_values = "".join(
-                f"{part.split(':')[0].strip()}:" if ":" in part else "_:"
-                for part in case[1].strip("()").split(",")
-            )
-            found.add(f"{name}({of_values})" if case[1] else name)
-    return found
+def fault(link: str, scope: tuple[str, ...], paths: Paths) -> str | None:
+    """Why a link does not resolve, or None."""
+    parts = link.split("/")
+    path = tuple(SUFFIX.sub("", part) for part in parts)
+    for length in range(len(scope), -1, -1):
+        if count := paths.get(scope[:length] + path):
+            ambiguous = count > 1 and parts[-1] == path[-1]
+            return f"{count} symbols are ``{link}``" if ambiguous else None
+    return f"there is no ``{link}``"
 
 
 def main() -> None:
     """Print what does not resolve, and exit with 1 if there is something."""
-    texts = {path: path.read_text() for path in sorted(SOURCES.rglob("*.swift"))}
-    symbols = set().union(*map(declared, texts.values())) | {"MLXH2O"}
-    types = {name for text in texts.values() for name in TYPE.findall(text)}
+    symbols, paths = read(Path(sys.argv[1]))
     page = PAGE.read_text()
-    faults = [f"{PAGE}: no topic has {name}" for name in sorted(types) if f"``{name}``" not in page]
-    for path, text in {**texts, PAGE: page}.items():
+    texts: list[tuple[str, tuple[str, ...], str]] = [(str(PAGE), (), page)]
+    faults = []
+    for symbol in symbols:
+        path = tuple(symbol["pathComponents"])
+        lines = symbol.get("docComment", {}).get("lines", [])
+        texts.append((".".join(path), path, "\n".join(line["text"] for line in lines)))
+        is_type = symbol["kind"]["identifier"] in TYPES and len(path) == 1
+        if is_type and f"- ``{path[0]}``" not in page:
+            faults.append(f"{PAGE}: no topic has {path[0]}")
+    for place, scope, text in texts:
         for link in LINK.findall(BLOCK.sub("", text)):
-            # (An extension of a type of Swift's lies below that.)
-            parts = ADDED.sub("", link).removeprefix("Swift/Array/").split("/")
-            if not symbols.issuperset(parts):
-                faults.append(f"{path}: there is no ``{link}``")
+            if why := fault(link, scope, paths):
+                faults.append(f"{place}: {why}")
     sys.exit("\n".join(faults) or 0)
 
 

@@ -8,7 +8,7 @@ import MLXLMCommon
 // C calls alone is a part of that.
 
 /// A bounded cache that notes how long building its part of the graph takes.
-final class TimedCache: H2OAttendingKVCache {
+final class TimedCache: AttendingKVCache {
     let cache: H2OKVCache
     var seconds = 0.0
 

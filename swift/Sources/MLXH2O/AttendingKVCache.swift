@@ -5,7 +5,7 @@ import MLXLMCommon
 ///
 /// This is the hook that mlx-swift-lm does not have yet: ``h2oAttention(queries:keys:values:cache:scale:mask:sinks:)``
 /// asks for it where `attentionWithCacheUpdate` would hand the cached rows to stock attention.
-public protocol H2OAttendingKVCache: KVCache {
+package protocol AttendingKVCache: KVCache {
     /// Whether this cache wants to attend; one that does not is served like any other.
     var attends: Bool { get }
 
@@ -26,30 +26,6 @@ public protocol H2OAttendingKVCache: KVCache {
     ) -> MLXArray
 }
 
-/// A cache that keeps a choice of the tokens, and tells which and why.
-public protocol H2OScoreTracking: KVCache {
-    /// Logical positions of the kept tokens of each KV head, ascending: per batch entry and head.
-    ///
-    /// Reads from the device, so not for every step.
-    ///
-    /// - Throws: What the device or MLX could not.
-    func keptPositions() throws -> [[[Int]]]
-
-    /// What the policy has accumulated for them, in the same order; zeros where it looks at keys only.
-    ///
-    /// - Throws: As ``keptPositions()``.
-    func keptScores() throws -> [[[Float]]]
-
-    /// Slots per KV head, once known.
-    var budgets: [Int]? { get }
-
-    /// Tokens dropped so far, mean over KV heads.
-    var evicted: Int { get }
-
-    /// Bytes of everything held.
-    var nbytes: Int { get }
-}
-
 /// `attentionWithCacheUpdate` for caches that attend themselves; a drop-in for it in your own models.
 ///
 /// - Parameters:
@@ -65,7 +41,7 @@ public func h2oAttention(
     queries: MLXArray, keys: MLXArray, values: MLXArray, cache: (any KVCache)?, scale: Float,
     mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
 ) -> MLXArray {
-    if let cache = cache as? any H2OAttendingKVCache, cache.attends {
+    if let cache = cache as? any AttendingKVCache, cache.attends {
         return cache.attend(
             queries: queries, keys: keys, values: values, scale: scale, mask: mask, sinks: sinks)
     }

@@ -58,24 +58,6 @@ public func quantizedScaledDotProductAttentionWithScores(
     }
 }
 
-/// The same with the attention that each key received, in the place of `[L, N]` scores.
-///
-/// - Returns: mass `[B, Hk, N]` float32: the sum over queries, the mean over the query heads of a KV head,
-///   of exp(score - logSumExp); the others as of
-///   ``scaledDotProductAttentionWithScores(queries:keys:values:scale:mask:sinks:)``.
-/// - Throws: As there.
-public func scaledDotProductAttentionWithMass(
-    queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
-    mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
-) throws -> (output: MLXArray, mass: MLXArray, logSumExp: MLXArray) {
-    let found = try attended(mask, sinks) { output, mass, logSumExp, array, sinks, stream in
-        mlx_h2o_attention_with_mass(
-            output, mass, logSumExp, queries.ctx, keys.ctx, values.ctx, scale, mask.engineMode,
-            array, sinks, stream)
-    }
-    return (found.output, found.scores, found.logSumExp)
-}
-
 private typealias Handle = UnsafeMutablePointer<mlx_array>
 
 private func attended(
@@ -89,7 +71,7 @@ private func attended(
     let status = withExtendedLifetime((array, sinks, stream)) {
         call(&output, &scores, &logSumExp, array.ctx, sinks.ctx, stream.ctx)
     }
-    let found = (output: MLXArray(output), scores: MLXArray(scores), MLXArray(logSumExp))
+    let arrays = (MLXArray(output), MLXArray(scores), MLXArray(logSumExp))
     try checkEngine(status)
-    return (found.0, found.1, found.2)
+    return arrays
 }

@@ -14,7 +14,7 @@ extension H2OKVCache {
     }
 
     /// As given; the slots of each head once they are known.
-    public var size: Size { settings.size }
+    var size: Size { settings.size }
     /// What chooses.
     public var policy: any H2OPolicy { given.policy }
     /// Whether evicted tokens go on answering.
@@ -24,7 +24,7 @@ extension H2OKVCache {
     /// How keys and values are stored.
     public var packing: H2OPacking { given.packing }
     /// In which packed keys are stored, and ``evictedRemainder`` too.
-    public var frame: H2OFrame? { given.frame }
+    var frame: H2OFrame? { given.frame }
     /// The RoPE of the keys, where queries see them at positions without gaps.
     public var rope: H2ORope? { given.rope }
     /// Where each KV head's remainder saturates, or one number for all.
@@ -73,8 +73,10 @@ extension H2OKVCache {
     /// Slots of each KV head, plain rows of the evicted among them; nil until they are known.
     public var budgets: [Int]? { engine?.plan.budgets }
 
+    /// Tokens dropped so far, mean over KV heads.
     public var evicted: Int { engine?.evicted ?? 0 }
 
+    /// Bytes of everything held.
     public var nbytes: Int { engine?.nbytes ?? innerState().reduce(0) { $0 + $1.nbytes } }
 
     /// Every array held: evaluated after each prompt chunk, or the graph grows. What kernels change in
@@ -86,15 +88,23 @@ extension H2OKVCache {
 
     /// What stays of the evicted, in the ``frame``; nil before the first rows, and where nothing is kept
     /// of them.
-    public var evictedRemainder: H2ORemainder? {
+    var evictedRemainder: H2ORemainder? {
         get throws {
             guard let engine, offset > 0, given.remembers else { return nil }
             return H2ORemainder(try engine.remainder())
         }
     }
 
+    /// Logical positions of the kept tokens of each KV head, ascending: per batch entry and head.
+    ///
+    /// Reads from the device, so not for every step.
+    ///
+    /// - Throws: ``H2OError``: what the device or MLX could not.
     public func keptPositions() throws -> [[[Int]]] { try engine?.keptPositions() ?? [] }
 
+    /// What the policy has accumulated for them, in the same order; zeros where it looks at keys only.
+    ///
+    /// - Throws: As ``keptPositions()``.
     public func keptScores() throws -> [[[Float]]] { try engine?.keptScores() ?? [] }
 
     /// Batch, heads, widths and dtypes that rows must have, once known.

@@ -25,12 +25,10 @@ public struct H2OConfiguration: Sendable {
     }
 
     /// In which frames packed keys are stored.
-    public enum Frames: Sendable, Equatable {
+    public enum Frames: Sendable {
         /// Those that the model's profile has for conversations of ``H2OConfiguration/context`` tokens,
         /// where keys are packed, the policy does not rank them by direction, and it has any.
         case profile
-        /// One for each bounded layer; keys must be packed.
-        case layers([H2OFrame])
         /// None.
         case none
     }
@@ -71,8 +69,8 @@ public struct H2OConfiguration: Sendable {
     public var frames: Frames
     /// Tokens that conversations may reach.
     public var context: Int
-    /// Where the remainder of every head saturates (``H2ORemainder/saturation``); nil is as the profile has
-    /// found for each, where it was made with this policy.
+    /// Where the second-order term of every head's remainder saturates, 0 for none; nil is as the profile
+    /// says for each, where it was made with this policy.
     public var saturation: Float?
     /// How many of the last steps can be taken back after evictions (``H2OKVCache/trim(_:)``).
     public var undo: Int

@@ -8,21 +8,21 @@ import MLX
 /// is the same for every column of the softmax and so changes no output. Everything that a layer
 /// holds (rows, remainder, saved files) is in its frame. Values need none. Related: SmoothAttention
 /// (QServe, arXiv 2405.04532; a scale alone), KIVI, KVQuant.
-public struct H2OFrame: Sendable, Equatable {
+package struct H2OFrame: Sendable, Equatable {
     /// A channel that never moves keeps a scale that can be divided by.
-    public static let leastScale: Float = 1e-4
+    package static let leastScale: Float = 1e-4
 
     /// Each channel's mean, `[H][D]`.
-    public let centre: [[Float]]
+    package let centre: [[Float]]
     /// Each channel's greatest distance from its mean, `[H][D]`, above 0.
-    public let scale: [[Float]]
+    package let scale: [[Float]]
 
     /// - Parameters:
     ///   - centre: Each channel's mean, `[H][D]`.
     ///   - scale: Each channel's greatest distance from it, `[H][D]`.
     /// - Throws: ``H2OError/configuration(_:)`` unless both have the same form, and their numbers are
     ///   finite, those of `scale` above 0.
-    public init(centre: [[Float]], scale: [[Float]]) throws {
+    package init(centre: [[Float]], scale: [[Float]]) throws {
         guard let width = centre.first?.count, width > 0, centre.count == scale.count,
             (centre + scale).allSatisfy({ $0.count == width })
         else {
@@ -43,7 +43,7 @@ public struct H2OFrame: Sendable, Equatable {
     /// It serves contexts of the positions that they have.
     ///
     /// - Throws: ``H2OError/configuration(_:)`` for keys that are not finite, or none.
-    public init(of keys: MLXArray) throws {
+    package init(of keys: MLXArray) throws {
         guard keys.ndim == 4, keys.size > 0 else {
             throw H2OError.configuration("A frame is of keys [B, H, T, D]; got \(keys.shape).")
         }

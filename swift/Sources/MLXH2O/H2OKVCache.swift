@@ -6,7 +6,7 @@ import MLXLMCommon
 /// While decoding, the new row overwrites the slot of the token that the policy chose to forget, and
 /// that token's row is folded into the remainder. A prompt chunk is attended together with the kept
 /// slots and then reduced to the budget with one gather. All of it is done by the C++ engine of c_api
-/// (``Engine``); here is what mlx-swift-lm asks of a cache, and memory pressure.
+/// (`Engine`); here is what mlx-swift-lm asks of a cache, and memory pressure.
 ///
 /// A cache that attends (``attends``) is asked by ``h2oAttention(queries:keys:values:cache:scale:mask:sinks:)``
 /// and runs every policy, head budgets and the exact remainder. One that does not goes into any
@@ -14,9 +14,9 @@ import MLXLMCommon
 ///
 /// Save it with ``saveCaches(_:to:metadata:)``; `savePromptCache` and `ChatSession.saveCache` cannot
 /// write it.
-public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
+public final class H2OKVCache: AttendingKVCache {
     /// How much a cache may hold.
-    public enum Size: Sendable, Equatable {
+    package enum Size: Sendable, Equatable {
         /// Slots per KV head; the remainder is charged against them.
         case tokens(Int)
         /// Bytes of this layer's cache, everything counted.
@@ -72,7 +72,7 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     ///     (``H2OConfiguration/Positions/rolling(_:)``). Without remainder and packing.
     ///   - pressure: What may ask for less memory while the cache is in use.
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
-    public convenience init(
+    package convenience init(
         _ size: Size, policy: any H2OPolicy = H2OPolicies.Salient(), remainder: Bool = true,
         attends: Bool = true, packing: H2OPacking = .dense, undo: Int = 0, frame: H2OFrame? = nil,
         saturation: [Float] = [H2ORemainder.saturation], rope: H2ORope? = nil,
@@ -124,7 +124,7 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         }
     }
 
-    public func attend(
+    package func attend(
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
         mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
     ) -> MLXArray {

@@ -12,22 +12,22 @@ import MLX
 /// order, which t = 0 leaves out.
 ///
 /// All arrays are float32.
-public struct H2ORemainder {
+package struct H2ORemainder {
     /// Where the second-order term turns from x to sqrt(t x), unless a head is told otherwise. Fitted
     /// on full-cache runs.
-    public static let saturation: Float = 4
+    package static let saturation: Float = 4
 
     /// Rows folded in, `[B, H]`; one by one it stops at 2^24, where log n hardly moves.
-    public let count: MLXArray
+    let count: MLXArray
     /// `[B, H, D]`.
-    public let meanKey: MLXArray
+    let meanKey: MLXArray
     /// Per-dimension (population) variance of the keys, `[B, H, D]`.
-    public let varKey: MLXArray
+    let varKey: MLXArray
     /// `[B, H, Dv]`.
-    public let meanValue: MLXArray
+    let meanValue: MLXArray
 
     /// Bytes that one KV head's remainder takes: 2 D + Dv + 1 float32.
-    public static func bytesPerHead(keyWidth: Int, valueWidth: Int) -> Int {
+    static func bytesPerHead(keyWidth: Int, valueWidth: Int) -> Int {
         4 * (2 * keyWidth + valueWidth + 1)
     }
 

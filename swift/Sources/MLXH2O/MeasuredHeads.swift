@@ -32,7 +32,7 @@ struct MeasuredHeads: Sendable, Equatable {
     ///   - model: Whose heads these are.
     ///   - grid: Of the profile.
     /// - Throws: ``H2OError/profile(_:)`` unless all is of such a model.
-    init(_ json: H2OSettingValue, of model: H2OModelIdentity, grid: Int) throws {
+    init(_ json: H2OSettingValue, of model: ModelIdentity, grid: Int) throws {
         guard let orders = json["orders"]?.array?.map(\.double), !orders.isEmpty,
             orders.allSatisfy({ ($0 ?? -1) >= 0 && $0!.isFinite }),
             let spans = json["spans"]?.array?.map(\.int), !spans.isEmpty,

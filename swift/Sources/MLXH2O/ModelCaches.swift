@@ -166,7 +166,7 @@ extension H2OConfiguration {
         _ rope: H2ORope?
     ) throws -> [CacheSettings] {
         let packing = packing ?? .dense
-        let frames = try frames(of: kinds.count, profile, policy, attends)
+        let frames = layerFrames(profile, policy, attends)
         let kinds = kinds.map { $0.stored(packing, isFramed: frames != nil) }
         let budgets = try sharedOut(kinds, by: profile, policy: policy, attends: attends)
         let measured = saturation == nil ? profile?.saturations(of: budgets, policy: policy) : nil
@@ -195,25 +195,13 @@ extension H2OConfiguration {
     }
 
     /// Each layer's frame, where keys are packed and there are any.
-    private func frames(
-        of layers: Int, _ profile: H2OProfile?, _ policy: any H2OPolicy, _ attends: Bool
-    ) throws -> [H2OFrame]? {
-        switch frames {
-        case .none: return nil
-        case .profile:
-            let serve = attends && packing?.keyBits != nil && policy.suitsFrames
-            return serve ? profile?.frames(context: context) : nil
-        case .layers(let frames):
-            guard packing?.keyBits != nil else {
-                throw H2OError.configuration(
-                    "frames are for packed keys: set keyBits, or leave the frames out.")
-            }
-            guard frames.count == layers else {
-                throw H2OError.configuration(
-                    "\(frames.count) frames were given for \(layers) bounded layers.")
-            }
-            return frames
+    private func layerFrames(
+        _ profile: H2OProfile?, _ policy: any H2OPolicy, _ attends: Bool
+    ) -> [H2OFrame]? {
+        guard frames == .profile, attends, packing?.keyBits != nil, policy.suitsFrames else {
+            return nil
         }
+        return profile?.frames(context: context)
     }
 
     /// Slots per bounded layer and head.
@@ -250,7 +238,7 @@ extension H2OConfiguration {
                 "A profile needs a model that conforms to H2OProfiledModel; use uniform budgets.")
         }
         let rows = model.embedded(MLXArray([1, 2, 3, 4] as [Int32])).asType(.float32)
-        let identity = H2OModelIdentity(
+        let identity = ModelIdentity(
             modelType: model.modelType, kvHeads: kinds.map(\.heads),
             keyWidths: kinds.map(\.widths.key), vocabularySize: model.vocabularySize,
             probe: rows[0..., 0 ..< min(16, rows.dim(-1))].asArray(Float.self).map(Double.init)

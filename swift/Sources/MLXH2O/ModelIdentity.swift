@@ -1,24 +1,24 @@
 import MLX
 
 /// What tells models apart without reading their weights.
-public struct H2OModelIdentity: Sendable, Equatable {
+struct ModelIdentity: Sendable, Equatable {
     /// As in the model's config.
-    public let modelType: String
+    let modelType: String
     /// KV heads of each bounded layer.
-    public let kvHeads: [Int]
+    let kvHeads: [Int]
     /// D of each bounded layer.
-    public let keyWidths: [Int]
+    let keyWidths: [Int]
     /// Rows of the embedding, 0 if unknown.
-    public let vocabularySize: Int
+    let vocabularySize: Int
     /// A few entries of the embedding.
-    public let probe: [Double]
+    let probe: [Double]
 
     // Two models are taken for the same when their probes point the same way: quantizing a model
     // moves it by a percent or two, another training run turns it anywhere.
     private static let leastLikeness = 0.9
 
     /// Why the other is another model, or nil if it is not.
-    public func difference(from other: H2OModelIdentity) -> String? {
+    func difference(from other: ModelIdentity) -> String? {
         if modelType != other.modelType { return "its type is \(other.modelType)" }
         if kvHeads != other.kvHeads { return "its KV heads are \(other.kvHeads)" }
         if keyWidths != other.keyWidths { return "its key widths are \(other.keyWidths)" }

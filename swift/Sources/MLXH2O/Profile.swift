@@ -12,7 +12,7 @@ public struct H2OProfile: Sendable, Equatable {
     public static let smallestBudget = 12
 
     /// The model it belongs to.
-    public let model: H2OModelIdentity
+    let model: ModelIdentity
     /// Numbers of slots, ascending.
     public let grid: [Int]
     /// Per bounded layer and KV head the loss at each grid point, at least 0.
@@ -83,7 +83,7 @@ public struct H2OProfile: Sendable, Equatable {
                 "A profile's grid must ascend from at least 1, and every head needs one finite loss "
                     + "of at least 0 per grid point.")
         }
-        self.model = H2OModelIdentity(
+        self.model = ModelIdentity(
             modelType: type, kvHeads: heads, keyWidths: widths, vocabularySize: vocabulary,
             probe: probe)
         (self.grid, self.losses, self.method) = (grid, losses, method)
@@ -175,7 +175,7 @@ public struct H2OProfile: Sendable, Equatable {
 
     /// Where each layer's heads' remainders had best saturate with these budgets (0 is first order), for
     /// ``H2OKVCache/saturation``; nil where the profile was not made by running this policy.
-    public func saturations(
+    func saturations(
         of budgets: [[Int]], policy: any H2OPolicy
     ) -> [[Float]]? {
         guard let measured, measured.policy == policy.name else { return nil }
@@ -206,7 +206,7 @@ public struct H2OProfile: Sendable, Equatable {
     }
 
     /// Each layer's frame for packed keys in conversations of so many tokens; nil where it has none.
-    public func frames(context: Int) -> [H2OFrame]? { measured?.frames(context: context) }
+    func frames(context: Int) -> [H2OFrame]? { measured?.frames(context: context) }
 
     private func byLayer<Element>(_ heads: [Element]) -> [[Element]] {
         var heads = heads.makeIterator()
@@ -214,7 +214,7 @@ public struct H2OProfile: Sendable, Equatable {
     }
 
     /// Throw ``H2OError/profile(_:)`` unless the profile belongs to the model.
-    public func require(_ other: H2OModelIdentity) throws {
+    func require(_ other: ModelIdentity) throws {
         if let reason = model.difference(from: other) {
             throw H2OError.profile(
                 "This profile was made for another model (\(model.modelType)): \(reason). Make one "

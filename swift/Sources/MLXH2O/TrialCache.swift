@@ -47,7 +47,7 @@ struct TrialResult {
 
 /// A cache for one step, in the place of a plain one or of a window, that notes what the model does
 /// with it.
-final class TrialCache: H2OAttendingKVCache {
+final class TrialCache: AttendingKVCache {
     /// How the model attends; nil while it has not.
     private(set) var kind: LayerKind?
     /// Whether the model asked for a sliding window's mask.

@@ -85,7 +85,7 @@ import Testing
         #expect(subjects(usual) == [])
         #expect(usual.allSatisfy { ($0 as? H2OKVCache)?.packing.groupSize == 32 })
         // No bound at all: each layer says so.
-        #expect(try subjects(made { $0.frames = .layers([]) }) == [.layer, .layer, .layer])
+        #expect(try subjects(made { $0.saturation = -1 }) == [.layer, .layer, .layer])
     }
 
     /// Before the first token, and not with it.

@@ -103,10 +103,6 @@ import Testing
         // Its orders are of another policy; its frames are the keys' own.
         let other = try caches(packed, policy: H2OPolicies.H2O())
         #expect(other.allSatisfy { $0.saturation == [4] && $0.frame != nil })
-        let own = [H2OFrame](repeating: all[0].frame!, count: 3)
-        #expect(try caches(packed, frames: .layers(own)).map(\.frame) == own)
-        #expect(throws: H2OError.self) { try caches(packed, frames: .layers([])) }
-        #expect(throws: H2OError.self) { try caches(.dense, frames: .layers(own)) }
         #expect(throws: H2OError.self) { try caches(packed, context: 0) }
         #expect(throws: H2OError.self) { try caches(packed, saturation: -1) }
         _ = try ModelTests.generated(model, all, tokens: 40)

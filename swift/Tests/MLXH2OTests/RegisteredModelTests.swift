@@ -57,8 +57,7 @@ import Testing
     /// What no cache can have is no end of the process: the model's own caches, and the log says so.
     @Test func aRequestThatCannotBeMetIsUnbounded() async throws {
         var impossible = try H2OConfiguration(budget: .tokens(64))
-        impossible.headBudgets = .uniform
-        impossible.frames = .layers([])
+        impossible.saturation = -1
         let other = try await registered(ModelTests.config, impossible)
         #expect(try other.newCache(parameters: nil).allSatisfy { $0 is KVCacheSimple })
         #expect(H2ONotice.all.contains { $0.message.contains("without a bound") })
