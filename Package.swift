@@ -18,6 +18,24 @@ let mlx: [Target.Dependency] = [
     .product(name: "MLXLLM", package: isLinux ? "Linux" : "mlx-swift-lm"),
 ]
 
+// The example apps, which swift/Examples builds on a Mac, compile here too.
+let examples: [Target] =
+    isLinux
+    ? [
+        .target(
+            name: "LocalTokenizers",
+            dependencies: mlx + [.product(name: "Tokenizers", package: "Linux")],
+            path: "swift/Examples/Chat/Sources/LocalTokenizers"),
+        .executableTarget(
+            name: "Chat", dependencies: ["MLXH2O", "LocalTokenizers"] + mlx,
+            path: "swift/Examples/Chat/Sources/Chat"),
+        .executableTarget(
+            name: "ChatApp",
+            dependencies: ["MLXH2O", "MLXH2OChecks", "LocalTokenizers"] + mlx
+                + [.product(name: "SwiftUI", package: "Linux")],
+            path: "swift/Examples/ChatApp", exclude: ["README.md"]),
+    ] : []
+
 // What Apple's systems have: of the library, and of its tests.
 let pressure: [Target.Dependency] =
     isLinux ? [.product(name: "DispatchMemoryPressure", package: "Linux")] : []
@@ -34,10 +52,8 @@ let package = Package(
         ? [.package(path: "swift/Linux")]
         : [
             // Swift 6.1 and 6.2 get 0.31.4: later versions are written for Swift 6.3.
-            .package(
-                url: "https://github.com/ml-explore/mlx-swift", .upToNextMinor(from: "0.31.4")),
-            .package(
-                url: "https://github.com/ml-explore/mlx-swift-lm", .upToNextMinor(from: "3.31.4")),
+            .package(url: "https://github.com/ml-explore/mlx-swift", "0.31.4" ..< "0.34.0"),
+            .package(url: "https://github.com/ml-explore/mlx-swift-lm", "3.31.4" ..< "3.34.0"),
         ],
     targets: [
         // The engine, C++ over the mlx-c that the product MLX brings (c_api/src/mx.h): without MLX's
@@ -80,6 +96,6 @@ let package = Package(
             name: "MLXH2ODeviceTests",
             dependencies: ["MLXH2O", "MLXH2OChecks"] + mlx,
             path: "swift/Tests/MLXH2ODeviceTests"),
-    ],
+    ] + examples,
     cxxLanguageStandard: .cxx20
 )

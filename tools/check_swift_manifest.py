@@ -13,8 +13,8 @@ from typing import Any
 
 PLATFORMS = {"macos": "14.0", "ios": "17.0", "tvos": "17.0", "visionos": "1.0"}
 PACKAGES = {
-    "https://github.com/ml-explore/mlx-swift": ("0.31.4", "0.32.0"),
-    "https://github.com/ml-explore/mlx-swift-lm": ("3.31.4", "3.32.0"),
+    "https://github.com/ml-explore/mlx-swift": ("0.31.4", "0.34.0"),
+    "https://github.com/ml-explore/mlx-swift-lm": ("3.31.4", "3.34.0"),
 }
 MODULES = {
     "MLX": "mlx-swift",

@@ -82,7 +82,7 @@ for name in CryptoKit DispatchMemoryPressure; do
 done
 
 mapfile -t sources < <(find "$root/swift/Sources/MLXH2O" -name '*.swift')
-swiftc -c -wmo -o "$out/MLXH2O.o" -module-name MLXH2O -swift-version 6 "${common[@]}" "${sources[@]}"
+swiftc -c -wmo -o "$out/MLXH2O.o" -module-name MLXH2O -package-name mlx_h2o -swift-version 6 "${common[@]}" "${sources[@]}"
 echo "compiled: ${#sources[@]} files of swift/Sources/MLXH2O, in Swift 6 mode"
 
 clang=$(dirname "$(readlink -f "$(command -v swiftc)")")/clang++

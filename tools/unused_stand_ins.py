@@ -15,8 +15,10 @@ DECLARED = re.compile(
     r"^\s*public (?:(?:static|final|mutating|convenience|class) )*"
     r"(?:func|var|let|struct|class|enum|protocol|typealias) `?(\w+)"
 )
-# What a protocol asks for.
-ASKED_FOR = {"Digest"}
+# What a protocol or the compiler requires: of interpolated strings, result builders and wrappers.
+REQUIRED = {"Digest", "appendInterpolation", "appendLiteral", "projectedValue"} | {
+    f"build{part}" for part in ("Block", "Either", "Optional")
+}
 
 
 def declarations(lines: list[str]) -> list[tuple[str, int, int]]:
@@ -58,7 +60,7 @@ def unused() -> dict[str, list[tuple[Path, int, int]]]:
             for path, lines in texts.items()
             for i, line in enumerate(lines)
         )
-        if not used and name not in ASKED_FOR:
+        if not used and name not in REQUIRED:
             found[name] = own
     return found
 

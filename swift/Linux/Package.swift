@@ -3,8 +3,9 @@ import PackageDescription
 
 // Stand-ins for mlx-swift and mlx-swift-lm, so that MLXH2O builds and is tested without a Mac:
 // modules of the same names with the same signatures, as far as MLXH2O uses them, and real
-// arithmetic, by the mlx-c subset of c_api/mlx_c over the MLX wheel's CPU backend. And for two
-// things of Apple's systems: CryptoKit, and what Linux's Dispatch lacks.
+// arithmetic, by the mlx-c subset of c_api/mlx_c over the MLX wheel's CPU backend. And for what
+// Apple's systems have: CryptoKit, and what Linux's Dispatch lacks. SwiftUI and swift-transformers'
+// Tokenizers are declarations, by which the examples compile.
 let package = Package(
     name: "Linux",
     products: [
@@ -14,6 +15,8 @@ let package = Package(
         .library(name: "MLXLLM", targets: ["MLXLLM"]),
         .library(name: "CryptoKit", targets: ["CryptoKit"]),
         .library(name: "DispatchMemoryPressure", targets: ["DispatchMemoryPressure"]),
+        .library(name: "SwiftUI", targets: ["SwiftUI"]),
+        .library(name: "Tokenizers", targets: ["Tokenizers"]),
     ],
     targets: [
         .systemLibrary(name: "Cmlx", pkgConfig: "mlxc"),
@@ -23,6 +26,8 @@ let package = Package(
         .target(name: "MLXLLM", dependencies: ["MLX", "MLXLMCommon", "MLXNN"]),
         .target(name: "CryptoKit"),
         .target(name: "DispatchMemoryPressure"),
+        .target(name: "SwiftUI"),
+        .target(name: "Tokenizers"),
         .testTarget(
             name: "LinuxTests",
             dependencies: [

@@ -5,21 +5,24 @@ import PackageDescription
 let package = Package(
     name: "Chat",
     platforms: [.macOS(.v14), .iOS(.v17), .tvOS(.v17), .visionOS(.v1)],
-    products: [.library(name: "ChatEngine", targets: ["ChatEngine"])],
+    products: [.library(name: "LocalTokenizers", targets: ["LocalTokenizers"])],
     dependencies: [
         .package(name: "mlx-h2o", path: "../../.."),
-        .package(url: "https://github.com/ml-explore/mlx-swift-lm", from: "3.31.4"),
+        .package(url: "https://github.com/ml-explore/mlx-swift-lm", "3.31.4" ..< "3.34.0"),
         .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.0"),
     ],
     targets: [
         .target(
-            name: "ChatEngine",
+            name: "LocalTokenizers",
             dependencies: [
-                .product(name: "MLXH2O", package: "mlx-h2o"),
-                .product(name: "MLXLLM", package: "mlx-swift-lm"),
                 .product(name: "MLXLMCommon", package: "mlx-swift-lm"),
                 .product(name: "Tokenizers", package: "swift-transformers"),
             ]),
-        .executableTarget(name: "Chat", dependencies: ["ChatEngine"]),
+        .executableTarget(
+            name: "Chat",
+            dependencies: [
+                "LocalTokenizers", .product(name: "MLXH2O", package: "mlx-h2o"),
+                .product(name: "MLXLLM", package: "mlx-swift-lm"),
+            ]),
     ]
 )

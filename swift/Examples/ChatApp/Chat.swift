@@ -1,7 +1,9 @@
-import ChatEngine
 import Foundation
+import LocalTokenizers
 import MLX
 import MLXH2O
+import MLXLLM
+import MLXLMCommon
 import Observation
 
 /// The conversation on screen.
@@ -14,48 +16,65 @@ final class Chat {
     }
 
     private(set) var messages: [Message] = []
-    private(set) var frame: ChatEngine.Frame?
+    private(set) var reply: Task<Void, Never>?
+    private(set) var memory: MemoryUse?
+    private(set) var tokensPerSecond = 0.0
     private(set) var problem: String?
-    private(set) var isAnswering = false
+    private var session: H2OChatSession?
     private let pressure = H2OMemoryPressure()
-    private var engine: ChatEngine?
+    private let file = FileManager.default.urls(for: .documentDirectory, in: .userDomainMask)[0]
+        .appendingPathComponent("conversation.safetensors")
 
-    // Buffers that MLX keeps for later; without a limit it keeps as many as the device has room for.
-    private static let bufferPool = 64 << 20
-
-    /// Load the model that lies in the app, in the memory of so many tokens.
-    func load(tokens: Int = 1024) async {
-        Memory.cacheLimit = Self.bufferPool
-        // What no longer fits after a warning goes on answering through the remainder; when the system
-        // is back to normal, new conversations have their whole budgets again.
+    /// Load the model from a folder, and the conversation of last time.
+    func load(from folder: URL) async {
+        Memory.cacheLimit = 64 << 20  // of freed buffers, before the model is loaded
         pressure.observeSystem()
         do {
-            guard let folder = Bundle.main.url(forResource: "Model", withExtension: nil) else {
-                problem = "The app holds no folder called Model."
-                return
-            }
-            engine = try await ChatEngine(
-                folder: folder, tokenizers: LocalTokenizers(),
-                configuration: H2OConfiguration(budget: .tokens(tokens), pressure: pressure))
+            let configuration = try H2OConfiguration(budget: .tokens(1024), pressure: pressure)
+            await H2OModels.register(configuration)
+            let container = try await LLMModelFactory.shared.loadContainer(
+                from: folder, using: LocalTokenizers())
+            let session = H2OChatSession(
+                container, h2o: configuration, instructions: "Be brief.",
+                parameters: GenerateParameters(temperature: 0.6, prefillStepSize: 256))
+            self.session = session
+            guard FileManager.default.fileExists(atPath: file.path) else { return }
+            try await session.restore(from: file)
+            messages = [Message(isUser: false, text: await session.transcript)]
         } catch {
             problem = error.localizedDescription
         }
     }
 
-    func send(_ text: String) async {
-        guard let engine, !isAnswering else { return }
-        isAnswering = true
-        defer { isAnswering = false }
+    func send(_ text: String) {
+        guard let session, reply == nil else { return }
         messages += [Message(isUser: true, text: text), Message(isUser: false, text: "")]
-        do {
-            try await engine.answer(text) { frame in
-                Task { @MainActor in
-                    self.frame = frame
-                    self.messages[self.messages.count - 1].text += frame.text
+        reply = Task {
+            do {
+                for try await part in session.streamDetails(to: text) {
+                    messages[messages.count - 1].text += part.chunk ?? ""
+                    tokensPerSecond = part.info?.tokensPerSecond ?? tokensPerSecond
                 }
+                // Both wait for the end of a reply that was stopped.
+                memory = try await session.withCaches { try MemoryUse($0) }
+                try await session.save(to: file)
+            } catch {
+                problem = error.localizedDescription
             }
-        } catch {
-            problem = error.localizedDescription
+            reply = nil
         }
+    }
+
+    /// The reply ends with its next token; the conversation goes on from there.
+    func stop() { reply?.cancel() }
+
+    /// Begin a new conversation, with whole budgets again.
+    func clear() async {
+        stop()
+        await reply?.value
+        await session?.clear()
+        pressure.end()
+        (messages, memory, problem) = ([], nil, nil)
+        try? FileManager.default.removeItem(at: file)
     }
 }

@@ -4,11 +4,14 @@ import SwiftUI
 struct ChatView: View {
     @State private var chat = Chat()
     @State private var draft = ""
+    @Environment(\.scenePhase) private var phase
 
     var body: some View {
         VStack(spacing: 12) {
             if let problem = chat.problem { Text(problem).foregroundStyle(.red) }
-            if let frame = chat.frame { MemoryView(frame: frame) }
+            if let memory = chat.memory {
+                MemoryView(memory: memory, tokensPerSecond: chat.tokensPerSecond)
+            }
             ScrollView {
                 LazyVStack(alignment: .leading, spacing: 8) {
                     ForEach(chat.messages) { message in
@@ -22,21 +25,30 @@ struct ChatView: View {
             }
             .defaultScrollAnchor(.bottom)
             HStack(alignment: .bottom) {
+                Button("New", systemImage: "square.and.pencil") { Task { await chat.clear() } }
                 // Of several lines, so that the return key begins the next one.
                 TextField("Message", text: $draft, axis: .vertical)
                     .textFieldStyle(.roundedBorder)
-                Button("Send", systemImage: "arrow.up.circle.fill", action: send)
-                    .labelStyle(.iconOnly)
-                    .disabled(draft.isEmpty || chat.isAnswering)
+                if chat.reply == nil {
+                    Button("Send", systemImage: "arrow.up.circle.fill", action: send)
+                        .disabled(draft.isEmpty)
+                } else {
+                    Button("Stop", systemImage: "stop.circle.fill", action: chat.stop)
+                }
             }
+            .labelStyle(.iconOnly)
         }
         .padding()
-        .task { await chat.load() }
+        .task {
+            // The folder reference Model of the app's target.
+            await chat.load(from: Bundle.main.bundleURL.appendingPathComponent("Model"))
+        }
+        // In the background the GPU may not be used, and the system ends an app that does.
+        .onChange(of: phase) { if phase != .active { chat.stop() } }
     }
 
     private func send() {
-        let text = draft
+        chat.send(draft)
         draft = ""
-        Task { await chat.send(text) }
     }
 }

@@ -4,7 +4,7 @@ import Testing
 
 @testable import MLXH2O
 
-/// What docs/reference/swift.md shows can be pasted.
+/// What the docs show can be pasted.
 @Suite struct DocsTests {
     private func text(_ path: String) throws -> String {
         try String(contentsOf: checkout.appendingPathComponent(path), encoding: .utf8)
@@ -15,6 +15,14 @@ import Testing
         let parts = try text("docs/reference/swift.md").components(separatedBy: "```swift\n")
         let example = try #require(parts.dropFirst().first).components(separatedBy: "```")[0]
         #expect(try example == text("swift/Tests/MLXH2OTests/FirstExample.swift"))
+    }
+
+    /// The guide shows the example app, which is compiled over the stand-ins.
+    @Test func theGuidesAppIsTheExampleApp() throws {
+        let blocks = try text("docs/guide/iphone.md").components(separatedBy: "```swift\n")
+        let app = try #require(blocks.first { $0.contains("@Observable") })
+        let code = app.components(separatedBy: "```")[0]
+        #expect(try text("swift/Examples/ChatApp/Chat.swift").hasSuffix(code))
     }
 
     /// In a stock model, where the library takes a policy of keys and says so.

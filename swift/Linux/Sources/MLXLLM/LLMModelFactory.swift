@@ -1,3 +1,4 @@
+import Foundation
 import MLXLMCommon
 
 /// Makes models by their types; this one loads none.
@@ -8,6 +9,12 @@ public final class LLMModelFactory: Sendable {
         typeRegistry: ModelTypeRegistry<LanguageModel>, modelRegistry: AbstractModelRegistry
     ) {
         self.typeRegistry = typeRegistry
+    }
+
+    public func loadContainer(
+        from directory: URL, using tokenizerLoader: any TokenizerLoader
+    ) async throws -> ModelContainer {
+        throw ModelFactoryError.invalidConfiguration("This stand-in loads no models.")
     }
 
     public static let shared = LLMModelFactory(

@@ -11,6 +11,8 @@ public struct GenerateCompletionInfo: Sendable {
     public let generateTime: TimeInterval
     public let stopReason: GenerateStopReason
 
+    public var tokensPerSecond: Double { Double(generationTokenCount) / generateTime }
+
     public init(
         promptTokenCount: Int, generationTokenCount: Int, promptTime: TimeInterval,
         generationTime: TimeInterval, stopReason: GenerateStopReason = .stop

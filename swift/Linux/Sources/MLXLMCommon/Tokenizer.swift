@@ -1,3 +1,5 @@
+import Foundation
+
 /// Text to tokens, and back.
 public protocol Tokenizer: Sendable {
     func encode(text: String, addSpecialTokens: Bool) -> [Int]
@@ -22,6 +24,10 @@ extension Tokenizer {
 
     public var eosTokenId: Int? { eosToken.flatMap(convertTokenToId) }
     public var unknownTokenId: Int? { unknownToken.flatMap(convertTokenToId) }
+}
+
+public protocol TokenizerLoader: Sendable {
+    func load(from directory: URL) async throws -> any Tokenizer
 }
 
 /// Tokens to text as they come.
