@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 import mlx_h2o
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.hosts import routing, trimming
+from mlx_h2o.hosts import routing
 from tiny_models import tiny_model
 
 NAME = "scaled_dot_product_attention"
@@ -174,7 +174,7 @@ def test_what_a_newer_library_gives_its_attention_is_taken_or_refused(original):
 
 
 def test_functions_that_a_newer_mlx_lm_lacks_are_not_wrapped(original, monkeypatch):
-    monkeypatch.delattr(trimming.GENERATE, "speculative_generate_step")
+    monkeypatch.delattr(sys.modules["mlx_lm.generate"], "speculative_generate_step")
     monkeypatch.delattr("mlx_lm.models.cache.can_trim_prompt_cache")
     monkeypatch.delattr("mlx_lm.models.cache.LRUPromptCache.insert_cache")
     model = tiny_model("llama")

@@ -21,6 +21,10 @@ from mlx_h2o.hosts.mlx_lm import MLX_LM
 LAST_NEEDED = "mlx_vlm.models.base"
 
 
+#: Where models of mlx-vlm note the positions of the tokens that they have read.
+NOTED = frozenset({"_position_ids", "_rope_deltas"})
+
+
 def hosts() -> list[Host]:
     """The libraries that are loaded."""
     if LAST_NEEDED not in sys.modules:
@@ -80,11 +84,14 @@ def logits_of(model: nn.Module, tokens: mx.array, cache: Sequence[Any] | None) -
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore afterwards what a model notes in itself (mlx-vlm's do so, of M-RoPE positions)."""
+    """Restore afterwards what a model notes in itself; mlx-vlm's M-RoPE positions begin anew."""
     if host_of(model) is MLX_LM:
         yield
         return
     parts = [(part, dict(part), dict(vars(part))) for _, part in model.named_modules()]
+    for part, items, attributes in parts:
+        for name in NOTED.intersection(items.keys() | attributes.keys()):
+            setattr(part, name, None)  # of the last conversation, or batch
     try:
         yield
     finally:
@@ -95,15 +102,16 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch(MetaPathFinder):
-    """Calls back when mlx-vlm has been imported."""
+    """Calls back when modules have been imported."""
 
     def __init__(self) -> None:
-        self.actions: list[Callable[[Host], None]] = []
+        #: By a module's name: what is to be done, beside who asked for it.
+        self.actions: dict[str, list[tuple[Any, Callable[[], None]]]] = {}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != LAST_NEEDED:
+        if name not in self.actions:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(name, path, target) for finder in others)
@@ -115,9 +123,8 @@ class _Watch(MetaPathFinder):
     def _then_act(self, run: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         def exec_module(module: ModuleType) -> None:
             run(module)
-            for host in hosts()[1:]:
-                for action in self.actions:
-                    action(host)
+            for _, action in list(self.actions.get(module.__name__, ())):
+                action()
 
         return exec_module
 
@@ -125,18 +132,33 @@ class _Watch(MetaPathFinder):
 _watch = _Watch()
 
 
-def for_each_host(action: Callable[[Host], None]) -> None:
-    """Do something for each library that is loaded, and for mlx-vlm when it is imported later."""
-    _watch.actions.append(action)
+def when_imported(name: str, owner: Any, action: Callable[[], None]) -> None:
+    """Do something now if a module is imported, and else once it is.
+
+    Args:
+        name: The module's name.
+        owner: Who `forget` names to end this.
+        action: What is to be done.
+    """
+    _watch.actions.setdefault(name, []).append((owner, action))
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
-    for host in hosts():
-        action(host)
+    if name in sys.modules:
+        action()
 
 
-def forget(action: Callable[[Host], None]) -> None:
-    """End `for_each_host`; unknown actions are ignored."""
-    if action in _watch.actions:
-        _watch.actions.remove(action)
+def for_each_host(action: Callable[[Host], None]) -> None:
+    """Do something for each library that is loaded, and for mlx-vlm when it is imported later."""
+    action(MLX_LM)
+    when_imported(LAST_NEEDED, action, lambda: action(hosts()[1]))
+
+
+def forget(owner: Any) -> None:
+    """End `when_imported` and `for_each_host`; unknown owners are ignored."""
+    kept = {
+        name: [pair for pair in pairs if pair[0] is not owner]
+        for name, pairs in _watch.actions.items()
+    }
+    _watch.actions = {name: pairs for name, pairs in kept.items() if pairs}
     if not _watch.actions and _watch in sys.meta_path:
         sys.meta_path.remove(_watch)

@@ -5,18 +5,21 @@ name. `install` puts a wrapper there and into every loaded module that holds the
 imported later pick the wrapper up by themselves. The wrapper asks a cache that can attend to do so
 (where layers share keys, the cache that returned them), and calls the original untouched otherwise.
 Meanwhile mlx-lm's `save_prompt_cache` refuses bounded caches, since it could not read its files of
-them back, and functions that take tokens back are checked (`hosts/trimming.py`).
+them back, and functions that take tokens back (`hosts/trimming.py`) or make caches beside
+`make_prompt_cache` (`hosts/vlm_generation.py`) are checked.
 `hosts/own_attention.py` does the same for models that attend by themselves.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_h2o.hosts import loaded, own_attention, trimming
+from mlx_h2o.hosts import loaded, own_attention, trimming, vlm_generation
 from mlx_h2o.hosts.attending import refusing, routed
 from mlx_h2o.hosts.host import Host
 from mlx_h2o.hosts.mlx_lm import MLX_LM
@@ -25,9 +28,10 @@ from mlx_h2o.loading.tested_versions import warn_if_newer
 
 # Pairs of a function now in a library's place and the original one.
 _replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-# Methods of mlx-lm's LRU cache that are wrapped; the originals by name.
+# Methods of mlx-lm's LRU cache that are wrapped.
 _LRU_METHODS = ("fetch_nearest_cache", "insert_cache")
-_methods: dict[str, Callable[..., Any]] = {}
+# Classes with the name and the original of a wrapped method.
+_methods: list[tuple[type, str, Callable[..., Any]]] = []
 
 
 def installed() -> bool:
@@ -42,29 +46,49 @@ def install() -> None:
     warn_if_newer("mlx")
     warn_if_newer("mlx-lm")
     loaded.for_each_host(_route)
+    for module, wrappers in vlm_generation.WRAPPED.items():
+        loaded.when_imported(module, _route, partial(_wrap, module, wrappers))
     own_attention.install()
 
 
 def _route(host: Host) -> None:
     """Put wrappers in the place of a library's functions."""
-    wrapped: list[tuple[Any, Callable[[Any], Any]]] = [(host.attention, routed)]
-    if host is MLX_LM:
-        functions = [
-            (mlx_lm_cache, "save_prompt_cache", refusing),
-            (mlx_lm_cache, "trim_prompt_cache", trimming.trimming),
-            (mlx_lm_cache, "can_trim_prompt_cache", trimming.asking),
-            (trimming.GENERATE, "speculative_generate_step", trimming.speculating),
-        ]
-        # A newer mlx-lm may lack some of them.
-        wrapped += [(vars(m)[name], wrap) for m, name, wrap in functions if name in vars(m)]
-        for name in _LRU_METHODS:
-            if name in vars(getattr(mlx_lm_cache, "LRUPromptCache", object)):
-                _methods[name] = getattr(mlx_lm_cache.LRUPromptCache, name)
-                setattr(mlx_lm_cache.LRUPromptCache, name, trimming.by_any_number(_methods[name]))
-    pairs = [(wrap(original), original) for original, wrap in wrapped]
-    _replaced.extend(pairs)
-    for new, original in pairs:
-        replace_everywhere(original, new)
+    _replace(host.attention, routed)
+    if host is not MLX_LM:
+        return
+    _wrap(
+        mlx_lm_cache.__name__,
+        {
+            "save_prompt_cache": refusing,
+            "trim_prompt_cache": trimming.trimming,
+            "can_trim_prompt_cache": trimming.asking,
+            **{f"LRUPromptCache.{name}": trimming.by_any_number for name in _LRU_METHODS},
+        },
+    )
+    _wrap("mlx_lm.generate", {"speculative_generate_step": trimming.speculating})
+
+
+def _wrap(module: str, wrappers: dict[str, Callable[[Any], Any]]) -> None:
+    """Wrap a module's functions, and its classes' methods; a newer library may lack some."""
+    for name, wrap in wrappers.items():
+        owner: Any = sys.modules[module]
+        *classes, function = name.split(".")
+        for one in classes:
+            owner = getattr(owner, one, None)
+        original = vars(owner).get(function) if owner is not None else None
+        if original is None:
+            continue
+        if classes:
+            _methods.append((owner, function, original))
+            setattr(owner, function, wrap(original))
+        else:
+            _replace(original, wrap)
+
+
+def _replace(original: Callable[..., Any], wrap: Callable[[Any], Any]) -> None:
+    new = wrap(original)
+    _replaced.append((new, original))
+    replace_everywhere(original, new)
 
 
 def uninstall() -> None:
@@ -73,5 +97,5 @@ def uninstall() -> None:
     while _replaced:
         replace_everywhere(*_replaced.pop())
     while _methods:
-        setattr(mlx_lm_cache.LRUPromptCache, *_methods.popitem())
+        setattr(*_methods.pop())
     own_attention.uninstall()

@@ -10,19 +10,17 @@ refused before anything is computed. Calls without a bounded cache reach mlx-lm'
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
+from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.hosts.cache_lists import entries
 
-#: The module `mlx_lm.generate`, whose name in its package is that of a function.
-GENERATE = importlib.import_module("mlx_lm.generate")
 # What "can be trimmed" has to mean: by some tokens now, by any number of tokens (the LRU cache), or
 # by the tokens that come next (the beginning of speculative decoding).
 Meaning = Literal["some", "any", "next"]
@@ -101,7 +99,7 @@ def speculating(original: Callable[..., Any]) -> Callable[..., Any]:
     of a long prompt depends on them.
     """
     signature = inspect.signature(original)
-    chunk = inspect.signature(GENERATE.generate_step).parameters["prefill_step_size"].default
+    chunk = inspect.signature(generate_step).parameters["prefill_step_size"].default
 
     @functools.wraps(original)
     def speculative_generate_step(*args: Any, **kwargs: Any) -> Any:
