@@ -111,14 +111,20 @@ def config(name: str) -> dict[str, Any]:
     return {**text, **parts, "text_config": dict(text)}
 
 
+def whole_vlm_model(name: str, vocab_size: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model of a module, with what sees images, and its config.json."""
+    module = importlib.import_module(f"mlx_vlm.models.{name}")
+    given = config(name)
+    for part in (given, given["text_config"]):
+        part["vocab_size"] = vocab_size
+    return module.Model(_config_of(module, given)), given
+
+
 def vlm_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """The tiny language model of a module."""
     module = importlib.import_module(f"mlx_vlm.models.{name}")
     mx.random.seed(0)
-    given = config(name)
-    known = [part for part in PARTS if hasattr(module, f"{part.title()}Config")]
-    made = module.ModelConfig.from_dict(copy.deepcopy(given))
-    made = update_module_configs(made, module, given, known)
+    made = _config_of(module, config(name))
     text = getattr(made, "text_config", made)
     ways = (
         lambda: module.LanguageModel(text, made),
@@ -132,3 +138,10 @@ def vlm_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
         except Exception as error:  # of any module, about its config
             failures.append(error)
     raise failures[-1]
+
+
+def _config_of(module: Any, given: dict[str, Any]) -> Any:
+    """A module's config object."""
+    known = [part for part in PARTS if hasattr(module, f"{part.title()}Config")]
+    made = module.ModelConfig.from_dict(copy.deepcopy(given))
+    return update_module_configs(made, module, given, known)

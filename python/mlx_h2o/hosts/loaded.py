@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from mlx_h2o.hosts.host import Host
 from mlx_h2o.hosts.mlx_lm import MLX_LM
+from mlx_h2o.loading.vlm_text import TextModel
 
 # The module of mlx-vlm that defines attention; its models and caches are imported from there on.
 LAST_NEEDED = "mlx_vlm.models.base"
@@ -34,7 +35,8 @@ def hosts() -> list[Host]:
 
 def host_of(model: nn.Module) -> Host:
     """The library of a model; mlx-lm for a model of none."""
-    package = type(model).__module__.partition(".")[0]
+    of = model.language_model if isinstance(model, TextModel) else model
+    package = type(of).__module__.partition(".")[0]
     return next((host for host in hosts() if host.package == package), MLX_LM)
 
 

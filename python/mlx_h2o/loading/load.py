@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_h2o import _checks
 from mlx_h2o._blas import use_openblas
-from mlx_h2o.loading import demo_model, gguf
+from mlx_h2o.loading import demo_model, gguf, vlm_text
 
 PACKAGE = Path(__file__).parents[1]
 #: The folder of the models named `--model builtin:NAME`.
@@ -86,7 +86,8 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
     OpenBLAS from then on, where it is installed (`mlx_h2o.use_openblas`).
 
     Args:
-        name: A folder or hub id (mlx-lm's own loader reads them), `builtin:recall-4m`,
+        name: A folder or hub id (mlx-lm's own loader reads them; for text alone, where mlx-vlm is
+            installed, that of mlx-vlm reads what mlx-lm does not support), `builtin:recall-4m`,
             `smollm2-135m` (fetched when it is first used), or a `.gguf` file of the families llama,
             qwen2, qwen3 and gemma3, of which every type of weights is dequantized.
         dtype: Cast the weights to it. Built-in models default to float32 on the CPU, where 16-bit
@@ -108,7 +109,7 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
     if path.endswith(gguf.SUFFIX):
         model, tokenizer = gguf.load(path, dtype)
     else:
-        model, tokenizer = _loaded_by_mlx_lm(path, name)
+        model, tokenizer = _loaded_by_a_library(path, name)
         if dtype is None and on_cpu and name.startswith(PREFIX):
             dtype = mx.float32
         if dtype is not None:
@@ -123,14 +124,19 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
     return model, tokenizer
 
 
-def _loaded_by_mlx_lm(path: str, name: str) -> tuple[nn.Module, Any]:
+def _loaded_by_a_library(path: str, name: str) -> tuple[nn.Module, Any]:
     from mlx_lm import load as load_model
 
     require_model(name, path)
     try:
-        model, tokenizer = load_model(path)[:2]
+        try:
+            model, tokenizer = load_model(path)[:2]
+        except ValueError as error:
+            if "not supported" not in str(error):
+                raise
+            model, tokenizer = vlm_text.load(path, error)
     except OSError as error:  # the hub's errors are OSErrors too
         here = "" if Path(path).is_dir() else "there is no such folder, and the hub says: "
-        told = " ".join(str(error).split())
-        raise ValueError(f"Cannot load the model {name!r}: {here}{told}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"Cannot load the model {name!r}: {here}{reason}") from error
     return model, tokenizer
