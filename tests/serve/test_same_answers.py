@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_h2o.serve.model import chunk_of
+from mlx_h2o.serve.sequence import Sequence
 from model_configs import config_of
 from serving import MODEL, Running, alone, serving, until, words
 from tiny_models import FAMILIES, tiny_model, with_random_weights
@@ -213,6 +215,42 @@ def test_a_short_request_passes_a_long_prompt_and_a_client_that_left_frees_it_in
         connection.close()
         until(lambda: server.scheduler.ledger.running == 0)
         assert time.monotonic() - begun < 5
+
+
+def test_a_short_request_waits_for_one_chunk_of_a_long_prompt(monkeypatch):
+    chunks, ends = list[tuple[float, Sequence]](), dict[Sequence, float]()
+    next_chunk, deliver = Sequence.next_chunk, Sequence.deliver
+
+    def watched(one: Sequence, size: int) -> list[int]:
+        chunks.append((time.monotonic(), one))
+        time.sleep(0.03)  # so that short ones come while the long one is read
+        return next_chunk(one, size)
+
+    def delivered(one: Sequence, event: Any) -> None:
+        ends[one] = time.monotonic()
+        deliver(one, event)
+
+    monkeypatch.setattr(Sequence, "next_chunk", watched)
+    monkeypatch.setattr(Sequence, "deliver", delivered)
+    with serving(chunk=4, long_prompts=True) as server:
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=120)
+        body = {"prompt": words(0, 1500), "max_tokens": 1}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        until(lambda: len(chunks) > 0)
+        for i in range(8):
+            server.ask(words(20 * i, 3), 1)
+        connection.close()
+    long, waits = chunks[0][1], 0
+    for one in {one for _, one in chunks if one is not long}:
+        times = [at for at, other in chunks if other is long]
+        waits += sum(one.request.arrival < at < ends[one] for at in times)
+    assert waits < 6  # of 8: a chunk may begin while a request arrives
+
+
+def test_a_chunk_takes_half_a_second_whatever_the_model():
+    sizes = [chunk_of(int(parameters)) for parameters in (4e6, 135e6, 1e9, 70e9)]
+    assert (sizes[0], sizes[-1]) == (512, 32)
+    assert sizes == sorted(sizes, reverse=True)
 
 
 # -- models whose caches cannot be batched --------------------------------------------------------

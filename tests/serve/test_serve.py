@@ -99,7 +99,9 @@ def test_curl_streams(plain):
 def test_an_unknown_model_is_a_404_and_an_alias_is_known(plain):
     with pytest.raises(openai.NotFoundError, match="does not exist") as refused:
         plain.client.completions.create(model="gpt-9", prompt="x", max_tokens=1)
-    assert refused.value.code == "model_not_found"
+    error = refused.value
+    assert (error.type, error.param) == ("invalid_request_error", None)  # as OpenAI has it
+    assert error.code == "model_not_found"
     with serving(aliases={"gpt-4o": MODEL}) as running:
         answer = running.client.completions.create(model="gpt-4o", prompt="x", max_tokens=1)
         assert answer.model == MODEL

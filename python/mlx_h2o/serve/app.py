@@ -96,7 +96,6 @@ class Names:
             404,
             f"The model {shown!r} does not exist; this server has "
             f"{', '.join(map(repr, self.all))}.",
-            param="model",
             code="model_not_found",
         )
 

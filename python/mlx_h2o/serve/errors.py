@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):

@@ -28,9 +28,8 @@ from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.stock_caches import stock_caches
 
-#: Prompt tokens that go through a model at once, unless the server says otherwise: few enough that
-#: others, who get a token between two chunks, hardly wait.
-USUAL_CHUNK = 512
+#: The most prompt tokens that go through a model at once (`model.chunk_of`).
+LARGEST_CHUNK = 512
 #: Tokens of the calls that show the rows of other caches: those of a step, and of a prompt.
 TRIALS = (1, 2)
 #: Finished answers from which the waiting time for a place is estimated.
@@ -132,7 +131,7 @@ class Ledger:
 
 
 def most_bytes(
-    cache: Sequence[Any], model: nn.Module | None = None, chunk: int = USUAL_CHUNK
+    cache: Sequence[Any], model: nn.Module | None = None, chunk: int = LARGEST_CHUNK
 ) -> int:
     """The most bytes that a conversation's list of caches can ever take between two steps.
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import sharded_load
+from mlx_lm.utils import get_total_parameters, sharded_load
 
 from mlx_h2o._byte_size import USUAL_CONTEXT, Share
 from mlx_h2o.budgets.plan import plain_bytes
@@ -27,7 +27,7 @@ from mlx_h2o.loading.fingerprint import fingerprint
 from mlx_h2o.loading.load import load
 from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.serve.grammar import GrammarCompiler
-from mlx_h2o.serve.memory import most_bytes
+from mlx_h2o.serve.memory import LARGEST_CHUNK, most_bytes
 from mlx_h2o.serve.protocol import label_of
 from mlx_h2o.serve.ranks import any_failed, is_own, processes, shared
 
@@ -35,6 +35,10 @@ from mlx_h2o.serve.ranks import any_failed, is_own, processes, shared
 MAX_PLANS = 64
 #: Tokens that each of the two sequences reads that show whether caches can be batched.
 PROBE = ([0, 0, 0], [0, 0])
+#: Parameters times tokens that slow devices compute in half a second: two operations each, at 10^11
+#: a second on two CPU cores and 8 * 10^12 on a GPU.
+CHUNK_WORK = {mx.cpu: 25e9, mx.gpu: 2e12}
+LEAST_CHUNK = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +65,11 @@ class ServedModel:
 
     Args:
         name: A folder, an id on the hub, a built-in model or a GGUF file.
-        chunk: Prompt tokens that are read at once.
+        chunk: Prompt tokens that are read at once; None: as many as suit the model (`chunk_of`).
         measures: Whether a model without a profile is measured now.
 
     Attributes:
-        name: As above.
+        name, chunk: As above.
         model: The model.
         tokenizer: The model's tokenizer.
         grammars: Grammars of answers for this tokenizer.
@@ -76,9 +80,10 @@ class ServedModel:
 
     bound: int | None = None
 
-    def __init__(self, name: str, chunk: int, measures: bool = False):
-        self.name, self._chunk = name, chunk
+    def __init__(self, name: str, chunk: int | None = None, measures: bool = False):
+        self.name = name
         self.model, self.tokenizer = _loaded(name)
+        self.chunk = chunk or chunk_of(get_total_parameters(self.model))
         mx.eval(self.model.parameters())
         self.grammars = GrammarCompiler(self.tokenizer)
         self.fingerprint = fingerprint(self.model, self.tokenizer)
@@ -140,7 +145,7 @@ class ServedModel:
             raise error or ValueError("Another process has no room for its heads: ask for more.")
         need = 0
         if self.bound is not None:
-            need = most_bytes(empty, self.model, self._chunk)
+            need = most_bytes(empty, self.model, self.chunk)
             if need > self.bound:
                 raise ValueError(
                     f"These caches may take {need:,} bytes, and the server holds {self.bound:,} "
@@ -177,6 +182,19 @@ class ServedModel:
                 ) from error
             return False
         return True
+
+
+def chunk_of(parameters: int) -> int:
+    """Prompt tokens that are read at once: others wait for them, so they take half a second.
+
+    The number depends on the model and the kind of device alone, so that a server that is started
+    again reads prompts in the same chunks: which tokens are evicted depends on them.
+
+    Args:
+        parameters: The number of the model's parameters.
+    """
+    tokens = int(CHUNK_WORK[mx.default_device().type] / parameters)
+    return max(LEAST_CHUNK, min(LARGEST_CHUNK, 1 << tokens.bit_length() >> 1))
 
 
 def _loaded(name: str) -> tuple[nn.Module, Any]:

@@ -35,7 +35,7 @@ from mlx_h2o.serve.conversations import Conversations, can_trim
 from mlx_h2o.serve.errors import ApiError, NotLoaded
 from mlx_h2o.serve.grammar import grammar_of
 from mlx_h2o.serve.keys import Mark, Place, key_of, token_count, tokens_of
-from mlx_h2o.serve.memory import USUAL_CHUNK, Ledger
+from mlx_h2o.serve.memory import Ledger
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.model import CachePlan, ServedModel
 from mlx_h2o.serve.models import Models, machine_bytes
@@ -74,7 +74,7 @@ class EngineSettings:
         memory: Bytes of `bound` and of all loaded weights; None: most of the machine's memory if
             there are several models.
         queue: The most answers that may wait.
-        chunk: Prompt tokens that are read at once.
+        chunk: Prompt tokens that are read at once; None: as many as suit the model.
         answer_tokens: The most tokens of an answer whose request gives no number.
         sessions: The folder of saved conversations, or None.
         limits: The bounds of that folder.
@@ -88,7 +88,7 @@ class EngineSettings:
     bound: int | Share | None = None
     memory: int | None = None
     queue: int = 32
-    chunk: int = USUAL_CHUNK
+    chunk: int | None = None
     answer_tokens: int = 512
     sessions: Path | None = None
     limits: Limits = field(default_factory=Limits)
@@ -129,8 +129,8 @@ class Scheduler:
         self._waiting: deque[list[Sequence]] = deque()
         self._reading: list[Sequence] = []
         self._batches: list[Batch] = []
-        self._steps = self._chunks = 0
-        self._warned = self._dead = False
+        self._steps = 0
+        self._passed = self._warned = self._dead = False
         self.thread = threading.Thread(target=self._run, name="mlx_h2o generates")
 
     # -- any thread -------------------------------------------------------------------------------
@@ -255,7 +255,9 @@ class Scheduler:
         self._admit()
         for batch in list(self._batches):
             self._decode(batch)
-        self._read()
+        # A first token comes before any more of a prompt is read.
+        if all(one.generated for batch in self._batches for one in batch.sequences):
+            self._read()
         return bool(goes_on)
 
     def _arrivals(self) -> tuple[list[Request], bool]:
@@ -455,16 +457,17 @@ class Scheduler:
     def _next_prompt(self) -> Sequence | None:
         """The prompt of which a chunk is read now.
 
-        That of which the least is left, so that a short one does not wait for a long one; every
-        other time the one that came first, so that a long one is read in the end. The further
-        answers to a request wait until its first one has read the prompt.
+        That of which the least is left, so that a short one does not wait for a long one; but once
+        the one that came first was passed over, it is next, so that a long one is read in the end.
+        The further answers to a request wait until its first one has read the prompt.
         """
         first = {one.request for one in self._reading if one.index == 0}
         ready = [one for one in self._reading if one.index == 0 or one.request not in first]
-        self._chunks += 1
         if not ready:
             return None
-        return ready[0] if self._chunks % 2 else min(ready, key=self._left_to_read)
+        chosen = ready[0] if self._passed else min(ready, key=self._left_to_read)
+        self._passed = chosen is not ready[0]
+        return chosen
 
     def _left_to_read(self, one: Sequence) -> int:
         known = 0 if one.cache is not None else self.conversations.known(self._wanted(one))
@@ -504,7 +507,7 @@ class Scheduler:
             one.deliver(Begun(len(one.prompt.tokens), known))
 
     def _read_chunk(self, one: Sequence) -> None:
-        chunk = one.next_chunk(self.settings.chunk)
+        chunk = one.next_chunk(one.served.chunk)
         if chunk:
             assert one.cache is not None
             one.served.model(mx.array([chunk]), cache=one.cache)
