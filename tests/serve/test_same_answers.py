@@ -85,8 +85,10 @@ def path_of(body: dict[str, Any]) -> str:
     return "/v1/completions" if "prompt" in body else "/v1/chat/completions"
 
 
-def answers_of(server: Running, body: dict[str, Any]) -> list[tuple[str, str]]:
-    """The texts of a request's answers, and why each ended."""
+def answers_of(server: Running, body: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
+    """The texts of a request's answers with why each ended, and the tokens that were known."""
+    if body.get("stream"):
+        body = body | {"stream_options": {"include_usage": True}}
     connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", path_of(body), json.dumps(body))
     response = connection.getresponse()
@@ -94,16 +96,20 @@ def answers_of(server: Running, body: dict[str, Any]) -> list[tuple[str, str]]:
     connection.close()
     assert response.status == 200, data
     if not body.get("stream"):
-        choices = json.loads(data)["choices"]
-        return [(text_of(one, "message"), one["finish_reason"]) for one in choices]
-    answers = [("", "")] * body.get("n", 1)
+        answer = json.loads(data)
+        texts = [(text_of(one, "message"), one["finish_reason"]) for one in answer["choices"]]
+        return texts, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    answers, known = [("", "")] * body.get("n", 1), 0
     for line in data.splitlines():
         if line.startswith("data: {"):
-            for one in json.loads(line.removeprefix("data: "))["choices"]:
+            event = json.loads(line.removeprefix("data: "))
+            if "usage" in event:
+                known = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for one in event["choices"]:
                 text, reason = answers[one["index"]]
                 text += text_of(one, "delta")
                 answers[one["index"]] = text, one["finish_reason"] or reason
-    return answers
+    return answers, known
 
 
 def text_of(choice: dict[str, Any], field: str) -> str:
@@ -111,7 +117,7 @@ def text_of(choice: dict[str, Any], field: str) -> str:
 
 
 def answer_of(server: Running, body: dict[str, Any]) -> tuple[str, str]:
-    (answer,) = answers_of(server, body)
+    ((answer,), _) = answers_of(server, body)
     return answer
 
 
@@ -123,44 +129,51 @@ def cut_off(server: Running, body: dict[str, Any]) -> None:
     connection.close()
 
 
-def same_answers(size: int, count: int, seed: int) -> None:
+def same_answers(size: int, count: int, seed: int) -> int:
     """Each answer of a server that has answered others is that of one that has just begun.
 
     One that goes on from another answer is compared with a server that was asked for both alone.
+    Where tokens were evicted, the answers are equal if both went on from as many tokens: which were
+    evicted depends on where earlier requests stopped reading.
     """
     draw, expected = random.Random(seed), dict[str, Any]()
     settings = {"max_size": size, "budgets": "uniform"}
     turns, answers = list[dict[str, Any]](), list[tuple[str, str]]()
+    known, alike = list[int](), 0
     with serving(defaults=settings) as server, serving(defaults=settings) as fresh:
         for _ in range(count):
             if draw.random() < 0.2:
                 cut_off(server, drawn_request(draw))
                 continue
-            # Where tokens were evicted, what goes on depends on the conversations that are known.
-            goes_on = size == ROOMY and 0 < len(turns) < 4 and draw.random() < 0.4
-            if goes_on:
+            if 0 < len(turns) < 4 and draw.random() < 0.4:
                 turns.append(next_request(draw, turns[-1], answers[0][0]))
             else:
-                turns = [drawn_request(draw)]
+                turns, known = [drawn_request(draw)], []
             key = json.dumps(turns, sort_keys=True)
             if key not in expected:
                 until(lambda: fresh.scheduler.ledger.running == 0)
                 fresh.scheduler.call(fresh.scheduler.conversations.clear).result()
-                expected[key] = [answers_of(fresh, body) for body in turns][-1]
-            answers = answers_of(server, turns[-1])
-            assert answers == expected[key], json.dumps(turns, indent=1)
+                expected[key] = [answers_of(fresh, body) for body in turns]
+            answers, count = answers_of(server, turns[-1])
+            known.append(count)
+            if size == ROOMY or known[1:] == [count for _, count in expected[key]][1:]:
+                # Tokens are known for the first answer; where memory is short, others may read anew.
+                most = None if size == ROOMY or len(turns) == 1 else 1
+                assert answers[:most] == expected[key][-1][0][:most], json.dumps(turns, indent=1)
+                alike += 1
+    return alike
 
 
 @pytest.mark.parametrize("size", [ROOMY, NARROW])
 def test_each_answer_is_that_of_a_server_that_has_just_begun(size):
-    same_answers(size, 15, seed=size)
+    assert same_answers(size, 15, seed=size) > 9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [ROOMY, NARROW])
 def test_so_it_is_after_hundreds_of_requests(size, seed):
-    same_answers(size, 300, seed)
+    assert same_answers(size, 300, seed) > 150
 
 
 # -- seeds ----------------------------------------------------------------------------------------
