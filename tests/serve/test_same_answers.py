@@ -157,7 +157,7 @@ def same_answers(size: int, count: int, seed: int) -> int:
             answers, count = answers_of(server, turns[-1])
             known.append(count)
             if size == ROOMY or known[1:] == [count for _, count in expected[key]][1:]:
-                # Tokens are known for the first answer; where memory is short, others may read anew.
+                # The number is that of the first answer; others may read the prompt anew.
                 most = None if size == ROOMY or len(turns) == 1 else 1
                 assert answers[:most] == expected[key][-1][0][:most], json.dumps(turns, indent=1)
                 alike += 1
