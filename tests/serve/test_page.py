@@ -283,6 +283,41 @@ def test_a_report_uses_the_width_and_scrolls_its_tables(browser, size, tmp_path)
     page.close()
 
 
+def test_a_model_is_chosen_and_stays_chosen_after_a_reload(browser):
+    with serving(models=(MODEL, "owner/other")) as server, opened(browser, server) as page:
+        expect(page.locator("#models option")).to_have_text(["builtin:recall-4m", "other"])
+        page.locator("#models").select_option("other")
+        page.reload()
+        expect(page.locator("#model")).to_have_text("other")
+        assert page.evaluate("wanted") == "owner/other"
+
+
+MARKDOWN = """\
+# A title
+- one **bold** and `a < b`
+  * *two*
+```py
+x = 1 ** 2 ** 3
+```
+<img src=x onerror=alert(1)> [a](javascript:alert(1)) 2 * 3 * 4"""
+
+
+def test_markdown_is_shown_and_html_stays_text(browser, server):
+    with opened(browser, server) as page:
+        messages = [{"role": role, "content": MARKDOWN} for role in ("user", "assistant")]
+        page.evaluate("messages => show(messages, '')", messages)
+        body = page.locator("#said .assistant .body")
+        parts = {".title": "A title", "strong": "bold", "code": "a < b", "em": "two"}
+        for part, text in parts.items():
+            assert [one.strip() for one in body.locator(part).all_inner_texts()] == [text]
+        assert body.locator("pre").inner_text().strip() == "x = 1 ** 2 ** 3"
+        assert body.locator("img, a, script").count() == 0
+        last = MARKDOWN.splitlines()[-1]
+        assert body.inner_text().splitlines()[-1] == last
+        assert "\u2022 one bold" in body.inner_text()
+        assert page.locator("#said .user .body").inner_text() == MARKDOWN
+
+
 # -- keyboard and assistive technology ------------------------------------------------------------
 
 FOCUS = """
