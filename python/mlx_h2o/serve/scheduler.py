@@ -491,8 +491,13 @@ class Scheduler:
             self._end(one, step_failed(error))
             return
         if one.left == 1:
-            self._reading.remove(one)
-            self._start(one)
+            copies = [other for other in self._reading if other.request is one.request]
+            for other in copies:
+                self._reading.remove(other)
+                if other is not one:  # all answers go on from the same caches
+                    self._begin_at(other, copy.deepcopy(one.cache or []), len(one.tokens))
+            for other in copies:
+                self._start(other)
         self._weigh()
 
     def _open(self, one: Sequence) -> None:
@@ -502,6 +507,9 @@ class Scheduler:
         more = without(one.mark.pins, bounded[0].pins) if bounded else ()
         if more:
             pin(cache, more)
+        self._begin_at(one, cache, known)
+
+    def _begin_at(self, one: Sequence, cache: list[Any], known: int) -> None:
         one.open(cache, known)
         if not one.replay:
             one.deliver(Begun(len(one.prompt.tokens), known))
