@@ -82,8 +82,15 @@ for name in CryptoKit DispatchMemoryPressure; do
 done
 
 mapfile -t sources < <(find "$root/swift/Sources/MLXH2O" -name '*.swift')
-swiftc -c -wmo -o "$out/MLXH2O.o" -module-name MLXH2O -package-name mlx_h2o -swift-version 6 "${common[@]}" "${sources[@]}"
+swiftc -c -wmo -o "$out/MLXH2O.o" -emit-module -emit-module-path "$out/modules/MLXH2O.swiftmodule" \
+  -module-name MLXH2O -package-name mlx_h2o -swift-version 6 "${common[@]}" "${sources[@]}"
 echo "compiled: ${#sources[@]} files of swift/Sources/MLXH2O, in Swift 6 mode"
+
+declare_module Tokenizers "$root/swift/Linux/Sources/Tokenizers"
+declare_module LocalTokenizers "$root/swift/Examples/Chat/Sources/LocalTokenizers"
+swiftc -typecheck -module-name ChatApp -swift-version 6 "${common[@]}" \
+  "$root"/swift/Examples/ChatApp/{Chat,MemoryUse}.swift
+echo "type-checked: what of swift/Examples/ChatApp is no view"
 
 clang=$(dirname "$(readlink -f "$(command -v swiftc)")")/clang++
 mapfile -t engine < <(

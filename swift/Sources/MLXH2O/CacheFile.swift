@@ -114,21 +114,21 @@ extension H2OKVCache {
     /// Throw ``H2OError/file(_:)`` unless the model can go on with the caches.
     static func checkFit(_ caches: [any KVCache], _ model: any LanguageModel) throws {
         let plain = try H2OConfiguration.default.plainCaches(of: model)
-        let members = placedMembers(of: plain), held = placedMembers(of: caches)
+        let expected = placedMembers(of: plain), members = placedMembers(of: caches)
         let name = String(describing: type(of: model))
-        guard members.count == held.count else {
+        guard members.count == expected.count else {
             throw H2OError.file(
-                "it holds \(held.count) layers and \(name) has \(members.count).")
+                "it holds \(members.count) layers and \(name) has \(expected.count).")
         }
         let kinds = try H2OConfiguration.default.trial(of: model, with: plain).kinds
-        for ((layer, cache), kind) in zip(held, kinds) {
+        for ((layer, cache), kind) in zip(members, kinds) {
             guard let cache = cache as? H2OKVCache, let types = cache.rowTypes else { continue }
             guard let kind, types.heads == kind.heads, types.keyWidth == kind.widths.key,
                 types.valueWidth == kind.widths.value
             else {
-                let found = kind.map { "\($0.heads) KV heads of \($0.widths.key)" } ?? "none such"
+                let own = kind.map { "\($0.heads) KV heads of \($0.widths.key)" } ?? "none such"
                 throw H2OError.file(
-                    "its layer \(layer) has \(types), and that of \(name) \(found): it is another "
+                    "its layer \(layer) has \(types), and that of \(name) \(own): it is another "
                         + "model's.")
             }
             guard !cache.attends || kind.attends else {
@@ -142,9 +142,9 @@ extension H2OKVCache {
     private static func below(
         _ prefix: String, _ arrays: [String: MLXArray]
     ) -> [String: MLXArray] {
-        arrays.reduce(into: [:]) { own, found in
-            if found.key.hasPrefix(prefix) {
-                own[String(found.key.dropFirst(prefix.count))] = found.value
+        arrays.reduce(into: [:]) { own, entry in
+            if entry.key.hasPrefix(prefix) {
+                own[String(entry.key.dropFirst(prefix.count))] = entry.value
             }
         }
     }

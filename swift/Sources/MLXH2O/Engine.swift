@@ -88,10 +88,10 @@ final class Engine {
     /// - Returns: What it is to attend to, `[B, Hk, N, D]` and `[B, Hk, N, Dv]`, plain rows of the evicted
     ///   first. What to add to its logits ``makeMask(n:asArray:)`` told before.
     func update(keys: MLXArray, values: MLXArray) throws -> (keys: MLXArray, values: MLXArray) {
-        var (held, itsValues, mask) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
+        var (allKeys, allValues, mask) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
         let status = mlx_h2o_cache_update_and_fetch(
-            &held, &itsValues, &mask, handle, keys.ctx, values.ctx, stream)
-        let fetched = (MLXArray(held), MLXArray(itsValues))
+            &allKeys, &allValues, &mask, handle, keys.ctx, values.ctx, stream)
+        let fetched = (MLXArray(allKeys), MLXArray(allValues))
         mlx_array_free(mask)
         try checkEngine(status)
         return fetched

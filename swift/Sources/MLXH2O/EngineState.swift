@@ -80,8 +80,8 @@ extension Engine {
         var types = mlx_h2o_row_types()
         types.size = MemoryLayout<mlx_h2o_row_types>.size
         guard mlx_h2o_cache_row_types(&types, handle) == 0 else { return nil }
-        func dtype(_ held: mlx_dtype) -> DType {
-            RowTypes.dtypes.first { $0.cmlxDtype == held } ?? .float32
+        func dtype(_ code: mlx_dtype) -> DType {
+            RowTypes.dtypes.first { $0.cmlxDtype == code } ?? .float32
         }
         return RowTypes(
             batch: Int(types.batch), heads: Int(types.n_kv_heads), keyWidth: Int(types.key_width),
@@ -117,15 +117,15 @@ extension Engine {
 
     private func contents() throws -> [[[(position: Int, score: Float)]]] {
         guard offset > 0 else { return [] }
-        let kept = try engineArray { mlx_h2o_cache_kept(&$0, handle, stream) }
-        let places = kept.asArray(Int32.self), width = kept.dim(2)
+        let positions = try engineArray { mlx_h2o_cache_kept(&$0, handle, stream) }
+        let places = positions.asArray(Int32.self), width = positions.dim(2)
         let scores =
             accumulates
             ? try engineArray { mlx_h2o_cache_scores(&$0, handle, stream) }.asArray(Float.self)
             : Array(repeating: 0, count: places.count)
-        return (0 ..< kept.dim(0)).map { entry in
-            (0 ..< kept.dim(1)).map { head in
-                let first = (entry * kept.dim(1) + head) * width
+        return (0 ..< positions.dim(0)).map { entry in
+            (0 ..< positions.dim(1)).map { head in
+                let first = (entry * positions.dim(1) + head) * width
                 // A head that holds fewer has -1 at the end.
                 return (first ..< first + width).filter { places[$0] >= 0 }
                     .map { (Int(places[$0]), scores[$0]) }

@@ -94,26 +94,12 @@ public struct H2OConfiguration: Sendable {
         undo: Int = 0, pins: Pins = .none, positions: Positions = .absolute, spill: H2OSpill? = nil,
         compatibility: Compatibility = .requireAllLayers, pressure: H2OMemoryPressure? = nil
     ) throws {
-        self.init(
-            unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
-            packing: packing, frames: frames, context: context, saturation: saturation, undo: undo,
-            pins: pins, positions: positions, spill: spill,
-            compatibility: compatibility, pressure: pressure)
-        try validate()
-    }
-
-    private init(
-        unchecked budget: Budget, policy: (any H2OPolicy)? = nil, remainder: Bool = true,
-        headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
-        frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
-        undo: Int = 0, pins: Pins = .none, positions: Positions = .absolute, spill: H2OSpill? = nil,
-        compatibility: Compatibility = .requireAllLayers, pressure: H2OMemoryPressure? = nil
-    ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
         (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
         (self.frames, self.context, self.saturation) = (frames, context, saturation)
         (self.pins, self.positions, self.spill) = (pins, positions, spill)
         (self.compatibility, self.pressure) = (compatibility, pressure)
+        try validate()
     }
 
     /// Throw ``H2OError/configuration(_:)`` for settings out of range, after changing some.
@@ -163,20 +149,20 @@ public struct H2OConfiguration: Sendable {
     public static let usualContext = 2048
 
     /// ``H2OPolicies/Salient`` and the remainder in 1024 tokens: the best of what is known here.
-    public static let `default` = H2OConfiguration(unchecked: .tokens(1024))
+    public static let `default` = try! H2OConfiguration(budget: .tokens(1024))
 
     /// The AtomGradient report: 4 sink, 128 recent and 124 heavy of 256 tokens, no remainder.
-    public static let paper = H2OConfiguration(
-        unchecked: .tokens(256), policy: H2OPolicies.EMALogits.paper, remainder: false)
+    public static let paper = try! H2OConfiguration(
+        budget: .tokens(256), policy: H2OPolicies.EMALogits.paper, remainder: false)
 
     /// Zhang et al. 2023: half heavy hitters, half recent, in 1024 tokens, no remainder.
-    public static let h2o = H2OConfiguration(
-        unchecked: .tokens(1024), policy: H2OPolicies.H2O.paper, remainder: false)
+    public static let h2o = try! H2OConfiguration(
+        budget: .tokens(1024), policy: H2OPolicies.H2O.paper, remainder: false)
 
     /// StreamingLLM: 4 sinks and a window of 1024 tokens; the remainder answers for the rest. Runs in
     /// every model.
-    public static let streaming = H2OConfiguration(
-        unchecked: .tokens(1024), policy: H2OPolicies.Streaming())
+    public static let streaming = try! H2OConfiguration(
+        budget: .tokens(1024), policy: H2OPolicies.Streaming())
 
     /// The configuration with another budget.
     ///

@@ -72,9 +72,9 @@ package struct H2OFrame: Sendable, Equatable {
     ///
     /// - Throws: ``H2OError/file(_:)`` for half of one, or arrays that are none.
     init?(saved arrays: [String: MLXArray]) throws {
-        let held = FrameArrays.names.map { arrays[$0] }
-        if held.allSatisfy({ $0 == nil }) { return nil }
-        guard let centre = held[0], let scale = held[1], centre.ndim == 2, centre.size > 0,
+        let parts = FrameArrays.names.map { arrays[$0] }
+        if parts.allSatisfy({ $0 == nil }) { return nil }
+        guard let centre = parts[0], let scale = parts[1], centre.ndim == 2, centre.size > 0,
             centre.shape == scale.shape, [centre, scale].allSatisfy({ $0.dtype == .float32 })
         else {
             throw H2OError.file("this is no state of an H2OKVCache: its frame is not whole.")

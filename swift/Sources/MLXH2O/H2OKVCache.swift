@@ -158,8 +158,8 @@ public final class H2OKVCache: AttendingKVCache {
         }
         snapshot = nil
         let types = RowTypes(keys: keys, values: values)
-        if let held = engine?.rowTypes {
-            if held != types { try recast(from: held, to: types) }
+        if let own = engine?.rowTypes {
+            if own != types { try recast(from: own, to: types) }
         } else {
             try types.check()
             if engine == nil { use(try given.engine(for: types)) }
@@ -178,10 +178,10 @@ public final class H2OKVCache: AttendingKVCache {
     }
 
     /// Have keys and values in the model's dtypes, where they were saved in others.
-    private func recast(from held: RowTypes, to types: RowTypes) throws {
-        guard held.fits(types) else {
+    private func recast(from own: RowTypes, to types: RowTypes) throws {
+        guard own.fits(types) else {
             throw H2OError.state(
-                "This cache holds \(held), and the model makes \(types): it is another model's. "
+                "This cache holds \(own), and the model makes \(types): it is another model's. "
                     + "(H2OKVCache.loadCaches(from:for:) tells in time.)")
         }
         try types.check()
@@ -288,7 +288,7 @@ extension H2OKVCache {
                 let lost = Self.tooFar(wanted, possible)
                 failure = .state(lost)
                 H2ONotice(subject: .undo, message: "trim took \(possible) of \(wanted): \(lost)")
-                    .said()
+                    .log()
             }
             return possible
         }

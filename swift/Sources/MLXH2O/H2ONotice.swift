@@ -26,17 +26,17 @@ public struct H2ONotice: Sendable, Hashable, CustomStringConvertible {
     public var description: String { message }
 
     /// Every notice of this process, in order.
-    public static var all: [H2ONotice] { lock.withLock { log } }
+    public static var all: [H2ONotice] { lock.withLock { notices } }
 
     private static let lock = NSLock()
-    nonisolated(unsafe) private static var log: [H2ONotice] = []
+    nonisolated(unsafe) private static var notices: [H2ONotice] = []
 
-    /// The notice, once it is in the log.
+    /// Write it into the system's log, once in a process.
     @discardableResult
-    func said() -> H2ONotice {
+    func log() -> H2ONotice {
         let isNew = Self.lock.withLock {
-            if Self.log.contains(self) { return false }
-            Self.log.append(self)
+            if Self.notices.contains(self) { return false }
+            Self.notices.append(self)
             return true
         }
         guard isNew else { return self }
@@ -53,17 +53,17 @@ extension [any KVCache] {
     /// What these caches of a model do not have although it was asked for: layers without a bound, and
     /// what ``H2OConfiguration/caches(for:)-(LanguageModel)`` or a registered model did without.
     public var notices: [H2ONotice] {
-        var found: [H2ONotice] = []
+        var all: [H2ONotice] = []
         for (layer, cache) in placedMembers(of: self) {
             let own = (cache as? H2OKVCache)?.notices ?? .unbounded(layer, cache)
-            found += own.filter { !found.contains($0) }
+            all += own.filter { !all.contains($0) }
         }
-        return found
+        return all
     }
 
-    /// The same caches, once the log has their notices.
-    func noticed() -> [any KVCache] {
-        notices.forEach { $0.said() }
+    /// The same caches; their notices go into the log.
+    func loggingNotices() -> [any KVCache] {
+        notices.forEach { $0.log() }
         return self
     }
 }

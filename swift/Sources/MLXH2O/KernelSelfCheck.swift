@@ -38,7 +38,7 @@ public enum H2OKernels {
     static let areSetUp: Void = {
         mlx_h2o_set_notice(
             { _, message in
-                H2ONotice(subject: .kernels, message: String(cString: message!)).said()
+                H2ONotice(subject: .kernels, message: String(cString: message!)).log()
             }, nil)
     }()
 }

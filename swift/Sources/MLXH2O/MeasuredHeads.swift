@@ -46,17 +46,17 @@ struct MeasuredHeads: Sendable, Equatable {
         let shape = [heads, orders.count, spans.count, grid]
         (self.heads, points, self.spans) = (heads, grid, spans.map { $0! })
         errors = try Self.losses(json["errors"], shape)
-        packing = try (json["packing"]?.object ?? [:]).reduce(into: [:]) { found, entry in
+        packing = try (json["packing"]?.object ?? [:]).reduce(into: [:]) { all, entry in
             guard let bits = Int(entry.key) else { throw Self.damage("\(entry.key) bits") }
-            found[bits] = try Self.losses(entry.value, [heads]).map(Double.init)
+            all[bits] = try Self.losses(entry.value, [heads]).map(Double.init)
         }
         echoes = try json["echoes"].map { try Self.losses($0, [heads]).map(Double.init) }
         groupSize = json["group_size"]?.int ?? H2OPacking.dense.groupSize
-        self.frames = try frames.reduce(into: [:]) { found, entry in
+        self.frames = try frames.reduce(into: [:]) { all, entry in
             guard let context = Int(entry.key), context > 0, let layers = entry.value.array,
                 layers.count == model.kvHeads.count
             else { throw Self.damage("frames for \(entry.key) tokens") }
-            found[context] = try layers.enumerated().map { layer, numbers in
+            all[context] = try layers.enumerated().map { layer, numbers in
                 try Self.frame(numbers, model.kvHeads[layer], model.keyWidths[layer])
             }
         }

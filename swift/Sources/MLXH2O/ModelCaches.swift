@@ -78,14 +78,14 @@ extension H2OConfiguration {
         let rope = positions == .absolute ? nil : try trial.rope.get()
         var settings = try settings(of: bounded, in: model, policy, attends, rope).makeIterator()
         let share = PressureShare(pressure, PressureAgreement())
-        let told = try notices + unmet(by: model, bounded, policy, attends)
+        let notices = try notices + unmet(by: model, bounded, policy, attends)
         var files = try spilledLayers(bounded, of: model, attends)?.makeIterator()
         let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
             kind == nil
                 ? member.cache
-                : try H2OKVCache(settings.next()!, share, told, file: files?.next() ?? nil)
+                : try H2OKVCache(settings.next()!, share, notices, file: files?.next() ?? nil)
         }
-        return replacingMembers(of: plain, with: bound).noticed()
+        return replacingMembers(of: plain, with: bound).loggingNotices()
     }
 
     /// The same with groups of packed rows that divide the widths of a model's rows.

@@ -40,10 +40,10 @@ extension H2OKVCache {
                 }
             }
             if !answer.isComplete {
-                let told =
+                let loss =
                     "Evicted before they were pinned: \(answer.gone) from every head, "
                     + "\(answer.partly) from some."
-                notices.append(H2ONotice(subject: .pins, message: told).said())
+                notices.append(H2ONotice(subject: .pins, message: loss).log())
             }
         } _: {
             $0.pins += spans

@@ -225,6 +225,6 @@ public struct H2OProfile: Sendable, Equatable {
 
 /// All elements, or nil if one of them is.
 private func whole<Element>(_ elements: [Element?]) -> [Element]? {
-    let found = elements.compactMap { $0 }
-    return found.count == elements.count ? found : nil
+    let some = elements.compactMap { $0 }
+    return some.count == elements.count ? some : nil
 }

@@ -11,8 +11,14 @@ public enum H2OSettingValue: Sendable, Equatable {
     case object([String: H2OSettingValue])
 
     /// The value of a JSON text.
+    ///
+    /// - Throws: ``H2OError/file(_:)`` for a text that is none.
     public init(parsing text: String) throws {
-        self = try JSONDecoder().decode(H2OSettingValue.self, from: Data(text.utf8))
+        do {
+            self = try JSONDecoder().decode(H2OSettingValue.self, from: Data(text.utf8))
+        } catch {
+            throw H2OError.file("This is no JSON: \(error)")
+        }
     }
 
     /// The value as JSON text, keys sorted.

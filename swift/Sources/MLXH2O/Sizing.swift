@@ -54,7 +54,7 @@ extension H2OConfiguration {
     ) throws -> H2OPacking {
         guard let groupSize = profile.packedGroupSize else { return .dense }
         let least = policy.leastBudget + Self.fewestChoices
-        var found: [(packing: H2OPacking, slots: Int, loss: Double)] = []
+        var choices: [(packing: H2OPacking, slots: Int, loss: Double)] = []
         for bits in Self.widths {
             let packing = try bits.map {
                 try H2OPacking(keyBits: $0, valueBits: $0, groupSize: groupSize)
@@ -65,10 +65,10 @@ extension H2OConfiguration {
                 let loss = try profile.loss(
                     mean: mean, least: least, bits: bits, context: context)
             else { continue }
-            found.append((packing ?? .dense, min(mean, context), loss))
+            choices.append((packing ?? .dense, min(mean, context), loss))
         }
-        let limit = (found.map(\.loss).min() ?? 0) + Self.negligible
-        let near = found.filter { $0.loss <= limit }
+        let limit = (choices.map(\.loss).min() ?? 0) + Self.negligible
+        let near = choices.filter { $0.loss <= limit }
         return near.max { ($0.slots, -$0.loss) < ($1.slots, -$1.loss) }?.packing ?? .dense
     }
 

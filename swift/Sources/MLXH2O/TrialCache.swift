@@ -53,7 +53,7 @@ final class TrialCache: AttendingKVCache {
     /// Whether the model asked for a sliding window's mask.
     private(set) var isWindowed = false
     /// Whether the model asked for masks at all.
-    private(set) var isAskedForMasks = false
+    private(set) var makesMasks = false
     /// Whether the model reads the rows otherwise than by attending (layers that share them).
     private(set) var isRead = false
 
@@ -111,7 +111,7 @@ final class TrialCache: AttendingKVCache {
     func makeMask(
         n: Int, windowSize: Int?, returnArray: Bool
     ) -> MLXFast.ScaledDotProductAttentionMaskMode {
-        isAskedForMasks = true
+        makesMasks = true
         isWindowed = isWindowed || windowSize != nil
         return .none
     }
@@ -147,7 +147,7 @@ extension H2OConfiguration {
             )
         }
         let stock = tried.contains { $0.kind?.attends == false }
-        if stock && !tried.contains(where: \.isAskedForMasks) {
+        if stock && !tried.contains(where: \.makesMasks) {
             throw H2OError.partial(
                 "\(name) makes its masks without asking its caches, which a bounded cache cannot "
                     + "serve.")
@@ -160,7 +160,7 @@ extension H2OConfiguration {
         return TrialResult(
             kinds: kinds,
             mayShareMasks: unwatched
-                || !windows.isEmpty && !windows.contains(where: \.isAskedForMasks),
+                || !windows.isEmpty && !windows.contains(where: \.makesMasks),
             rope: Result { try rope(of: model, attends: attends) })
     }
 }

@@ -57,14 +57,14 @@ public struct DeviceReport: Sendable, Codable {
         let (q, k, v) = (rows(heads, 1), rows(kvHeads, slots), rows(kvHeads, slots))
         eval(q, k, v)
         let scale = 1 / Float(width).squareRoot()
-        var found = [
+        var all = [
             Timing(
                 name: "attention with scores", slots: slots,
                 milliseconds: median {
-                    if let found = try? scaledDotProductAttentionWithScores(
+                    if let result = try? scaledDotProductAttentionWithScores(
                         queries: q, keys: k, values: v, scale: scale)
                     {
-                        eval(found.output, found.scores)
+                        eval(result.output, result.scores)
                     }
                 }),
             Timing(
@@ -92,9 +92,9 @@ public struct DeviceReport: Sendable, Codable {
             let new = rows(kvHeads, 1)
             let milliseconds = median { step(q, new, new) }
             let name = "a step" + (bits.map { ", \($0) bits" } ?? "")
-            found.append(Timing(name: name, slots: slots, milliseconds: milliseconds))
+            all.append(Timing(name: name, slots: slots, milliseconds: milliseconds))
         }
-        return found
+        return all
     }
 
     /// Of several calls, after some that do not count.

@@ -184,6 +184,7 @@ import Testing
             #expect(throws: H2OError.self) { try H2OKVCache.loadedCaches(from: file) }
         }
         #expect(throws: H2OError.self) { try H2OKVCache.loadedCaches(from: temporaryFile()) }
+        #expect(throws: H2OError.self) { try H2OSettingValue(parsing: "{") }
     }
 
     /// The model's own dtype takes the place of the one that was saved.

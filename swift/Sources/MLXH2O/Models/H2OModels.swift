@@ -67,7 +67,7 @@ public enum H2OModels {
     ///   - dtype: Cast the weights to it; nil leaves them.
     ///   - configuration: How caches are bounded.
     /// - Throws: ``H2OError/file(_:)`` for a folder that holds no such model.
-    public static func load(
+    package static func load(
         folder: URL, dtype: DType? = nil, configuration: H2OConfiguration = .default
     ) throws -> any H2OModel {
         do {

@@ -10,7 +10,7 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
     let h2o: H2OConfiguration
     let model: TransformerLayers
     @ModuleInfo(key: "lm_head") var head: Linear?
-    private let trial = KnownTrial()
+    private let trial = TrialOnce()
     private var stock = StockModel(model: nil)
     // Of the types that these conventions have in the mlx-swift-lm at hand.
     private(set) var toolCallFormat = (nil as LlamaModel?)?.toolCallFormat
@@ -71,7 +71,7 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
     func newCache(parameters: GenerateParameters?) -> [any KVCache] {
         h2o.requestedCaches(
             for: self, plain: plainCaches,
-            { try trial.found { try h2o.trial(of: self, with: plainCaches()) } }, parameters)
+            { try trial.result { try h2o.trial(of: self, with: plainCaches()) } }, parameters)
     }
 
     func messageGenerator(tokenizer: any Tokenizer) -> any MessageGenerator {

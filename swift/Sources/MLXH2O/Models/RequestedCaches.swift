@@ -24,9 +24,9 @@ extension H2OConfiguration {
                 subject: .budget,
                 message: "\(type(of: model)) goes on with its own caches, without a bound. "
                     + error.localizedDescription
-            ).said()
+            ).log()
             do {
-                return try plain().noticed()
+                return try plain().loggingNotices()
             } catch {
                 // Not even the model's own: no list is right, and MLX's handler has the error.
                 reportToMLX(error)
@@ -120,7 +120,7 @@ extension H2OConfiguration {
             message: "maxKVSize and kvCache.capacity ask for mlx-swift-lm's own windows of \(size) "
                 + "tokens, and that is what they get: it takes no other cache with them. Set the "
                 + "budget of the H2OConfiguration instead."
-        ).said()
+        ).log()
         let keep = min(Self.windowsKeep, max(0, size - 1))
         let windows = placedMembers(of: plain).map { _, cache -> any KVCache in
             type(of: cache) == KVCacheSimple.self
@@ -131,13 +131,13 @@ extension H2OConfiguration {
 }
 
 /// How a model attends to its caches, found out when the first ones are made.
-final class KnownTrial {
+final class TrialOnce {
     private var known: TrialResult?
 
-    func found(by trial: () throws -> TrialResult) throws -> TrialResult {
+    func result(of trial: () throws -> TrialResult) throws -> TrialResult {
         if let known { return known }
-        let found = try trial()
-        known = found
-        return found
+        let result = try trial()
+        known = result
+        return result
     }
 }

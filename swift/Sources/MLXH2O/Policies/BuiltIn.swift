@@ -27,20 +27,11 @@ extension H2OPolicies {
         /// The usual settings.
         public init() { options.recent = .share(0.25) }
 
-        public var ownSettings: [String: H2OSettingValue] {
+        public static var numbers: [String: WritableKeyPath<Salient, Double>] {
             [
-                "distance_weight": .double(distanceWeight), "value_weight": .double(valueWeight),
-                "age_weight": .double(ageWeight),
+                "distance_weight": \.distanceWeight, "value_weight": \.valueWeight,
+                "age_weight": \.ageWeight,
             ]
-        }
-
-        public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool {
-            set(
-                value,
-                at: [
-                    "distance_weight": \.distanceWeight, "value_weight": \.valueWeight,
-                    "age_weight": \.ageWeight,
-                ][name])
         }
     }
 
@@ -78,12 +69,8 @@ extension H2OPolicies {
             return policy
         }
 
-        public var ownSettings: [String: H2OSettingValue] {
-            ["mass_weight": .double(massWeight), "age_weight": .double(ageWeight)]
-        }
-
-        public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool {
-            set(value, at: ["mass_weight": \.massWeight, "age_weight": \.ageWeight][name])
+        public static var numbers: [String: WritableKeyPath<Distinct, Double>] {
+            ["mass_weight": \.massWeight, "age_weight": \.ageWeight]
         }
 
         public var needsAttention: Bool { massWeight != 0 }
@@ -118,11 +105,7 @@ extension H2OPolicies {
         /// The usual settings.
         public init() {}
 
-        public var ownSettings: [String: H2OSettingValue] { ["decay": .double(decay)] }
-
-        public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool {
-            set(value, at: ["decay": \.decay][name])
-        }
+        public static var numbers: [String: WritableKeyPath<EMA, Double>] { ["decay": \.decay] }
     }
 
     /// Keeps large |logits|: c <- decay c + (1 - decay) mean over query heads of |s|.
@@ -144,10 +127,8 @@ extension H2OPolicies {
             EMALogits().with { ($0.recent, $0.unit, $0.prompt) = (.count(128), .layer, .full) }
         }
 
-        public var ownSettings: [String: H2OSettingValue] { ["decay": .double(decay)] }
-
-        public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool {
-            set(value, at: ["decay": \.decay][name])
+        public static var numbers: [String: WritableKeyPath<EMALogits, Double>] {
+            ["decay": \.decay]
         }
     }
 
@@ -190,16 +171,5 @@ extension H2OPolicies {
         public init() { options.prompt = .full }
 
         public var needsAttention: Bool { false }
-    }
-}
-
-extension H2OPolicy {
-    /// Set a number by where it is; false for another value, or nowhere.
-    fileprivate mutating func set(
-        _ value: H2OSettingValue, at place: WritableKeyPath<Self, Double>?
-    ) -> Bool {
-        guard let place, let number = value.double else { return false }
-        self[keyPath: place] = number
-        return true
     }
 }

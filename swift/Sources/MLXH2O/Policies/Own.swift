@@ -86,13 +86,13 @@ private final class OwnFunctions {
     ) -> Int32 {
         do {
             // A name keeps the array until it is handed over.
-            let found = try body()
-            return withExtendedLifetime(found) { mlx_array_set(result, found.ctx) }
+            let array = try body()
+            return withExtendedLifetime(array) { mlx_array_set(result, array.ctx) }
         } catch {
             H2ONotice(
                 subject: .policy,
                 message: "A policy of the app's own failed: \(error.localizedDescription)"
-            ).said()
+            ).log()
             return 1
         }
     }
@@ -105,18 +105,18 @@ private final class OwnFunctions {
         return MLXArray(own)
     }
 
-    static func observation(_ seen: mlx_h2o_observation) -> H2OPolicyObservation {
+    static func observation(_ view: mlx_h2o_observation) -> H2OPolicyObservation {
         H2OPolicyObservation(
-            logits: shared(seen.logits)!, logSumExp: shared(seen.lse)!, mass: shared(seen.mass)!,
-            standsFor: shared(seen.stands_for))
+            logits: shared(view.logits)!, logSumExp: shared(view.lse)!, mass: shared(view.mass)!,
+            standsFor: shared(view.stands_for))
     }
 
-    static func slots(_ seen: mlx_h2o_slots, hasScores: Bool) -> H2OPolicySlots {
+    static func slots(_ view: mlx_h2o_slots, hasScores: Bool) -> H2OPolicySlots {
         H2OPolicySlots(
-            keys: shared(seen.keys)!, values: shared(seen.values)!,
-            positions: shared(seen.positions)!, scores: hasScores ? shared(seen.scores) : nil,
-            evictable: shared(seen.evictable)!, evictedMeanKey: shared(seen.evicted_mean_key)!,
-            offset: Int(seen.offset), evicted: Int(seen.evicted))
+            keys: shared(view.keys)!, values: shared(view.values)!,
+            positions: shared(view.positions)!, scores: hasScores ? shared(view.scores) : nil,
+            evictable: shared(view.evictable)!, evictedMeanKey: shared(view.evicted_mean_key)!,
+            offset: Int(view.offset), evicted: Int(view.evicted))
     }
 }
 
@@ -129,10 +129,11 @@ extension H2OPolicies.Own {
         functions.needs_attention = needsAttention
         functions.context = context.toOpaque()
         if accumulate != nil {
-            functions.accumulate = { context, result, scores, seen, _ in
+            functions.accumulate = { context, result, scores, observation, _ in
                 OwnFunctions.give(result) {
                     try OwnFunctions.of(context).policy.accumulate!(
-                        OwnFunctions.shared(scores)!, OwnFunctions.observation(seen!.pointee))
+                        OwnFunctions.shared(scores)!, OwnFunctions.observation(observation!.pointee)
+                    )
                 }
             }
         }

@@ -2,16 +2,16 @@ import Foundation
 
 /// Policies and presets by name.
 public enum H2OPolicies {
-    private static let known = Known()
+    private static let lists = Registry()
 
     /// Registered policies, then presets.
     public static var names: [String] {
-        known.read { $0.policies.map(\.name) + $0.presets.map(\.name) }
+        lists.read { $0.policies.map(\.name) + $0.presets.map(\.name) }
     }
 
     /// Make a policy available by its name, in saved caches too.
     public static func register(_ policy: any H2OPolicy) {
-        known.change { lists in
+        lists.change { lists in
             lists.policies.removeAll { $0.name == policy.name }
             lists.policies.append(policy)
         }
@@ -26,16 +26,16 @@ public enum H2OPolicies {
     public static func make(
         _ name: String, settings: [String: H2OSettingValue] = [:]
     ) throws -> any H2OPolicy {
-        let found: (any H2OPolicy)? = known.read { lists in
+        let entry: (any H2OPolicy)? = lists.read { lists in
             lists.presets.first { $0.name == name }?.policy
                 ?? lists.policies.first { $0.name == name }
         }
-        guard var policy = found else {
+        guard var policy = entry else {
             throw H2OError.configuration(
                 "Unknown policy \"\(name)\"; choose from \(names.joined(separator: ", ")).")
         }
         for (key, value) in settings.sorted(by: { $0.key < $1.key }) {
-            guard policy.options.set(key, to: value) || policy.setOwn(key, to: value) else {
+            guard policy.set(key, to: value) else {
                 throw H2OError.configuration(
                     "Policy \"\(name)\" has no setting \(key) that could be \(value.text); it has "
                         + policy.settings.keys.sorted().joined(separator: ", ") + ".")
@@ -54,7 +54,7 @@ public enum H2OPolicies {
         ]
     }
 
-    private final class Known: @unchecked Sendable {
+    private final class Registry: @unchecked Sendable {
         private var lists = Lists()
         private let lock = NSLock()
 

@@ -103,9 +103,7 @@ public protocol H2OPolicy: Sendable {
     /// What every policy can be told.
     var options: H2OPolicyOptions { get set }
     /// Its own hyper-parameters, by their names in files.
-    var ownSettings: [String: H2OSettingValue] { get }
-    /// Change one of its own hyper-parameters; false if there is none such.
-    mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool
+    static var numbers: [String: WritableKeyPath<Self, Double>] { get }
     /// Whether it must see attention; a policy that looks at keys only runs in any model.
     var needsAttention: Bool { get }
 }
@@ -114,8 +112,7 @@ extension H2OPolicy {
     public var usesEvictedMean: Bool { false }
     public var usesValueLengths: Bool { false }
     public var suitsFrames: Bool { true }
-    public var ownSettings: [String: H2OSettingValue] { [:] }
-    public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool { false }
+    public static var numbers: [String: WritableKeyPath<Self, Double>] { [:] }
     public var needsAttention: Bool { true }
 
     /// How many of the last positions a head of `budget` slots protects.
@@ -164,7 +161,15 @@ extension H2OPolicy {
 
     /// All settings by their names in files.
     public var settings: [String: H2OSettingValue] {
-        options.settings.merging(ownSettings) { _, own in own }
+        options.settings.merging(Self.numbers.mapValues { .double(self[keyPath: $0]) }) { $1 }
+    }
+
+    /// Change a setting by its name in files; false if there is none such.
+    mutating func set(_ name: String, to value: H2OSettingValue) -> Bool {
+        if options.set(name, to: value) { return true }
+        guard let place = Self.numbers[name], let number = value.double else { return false }
+        self[keyPath: place] = number
+        return true
     }
 
     /// The policy with options changed.
