@@ -8,13 +8,11 @@ extension H2OKVCache {
         guard let engine else { return given }
         var settings = given
         let plan = engine.plan
-        (settings.size, settings.filling) = (.heads(plan.budgets), plan.later)
+        (settings.budgets, settings.filling) = (plan.budgets, plan.later)
         settings.pins = engine.pins
         return settings
     }
 
-    /// As given; the slots of each head once they are known.
-    var size: Size { settings.size }
     /// What chooses.
     public var policy: any H2OPolicy { given.policy }
     /// Whether evicted tokens go on answering.
@@ -57,14 +55,10 @@ extension H2OKVCache {
         return offset + positions <= min(fewest - given.plainRows(of: fewest), next)
     }
 
-    /// The mean number of slots of a KV head in a conversation that begins, without memory pressure;
-    /// nil while only the model's widths can tell.
+    /// The mean number of slots of a KV head in a conversation that begins, without memory pressure.
     public var maxSize: Int? {
-        if let full = pressure.full ?? engine?.plan {
-            return full.budgets.reduce(0, +) / full.budgets.count
-        }
-        if case .tokens(let count) = size { return count }
-        return nil
+        let slots = pressure.full?.budgets ?? settings.budgets
+        return slots.isEmpty ? nil : slots.reduce(0, +) / slots.count
     }
 
     /// Tokens physically held by the head that holds most.
@@ -77,13 +71,12 @@ extension H2OKVCache {
     public var evicted: Int { engine?.evicted ?? 0 }
 
     /// Bytes of everything held.
-    public var nbytes: Int { engine?.nbytes ?? innerState().reduce(0) { $0 + $1.nbytes } }
+    public var nbytes: Int { engine?.nbytes ?? 0 }
 
     /// Every array held: evaluated after each prompt chunk, or the graph grows. What kernels change in
     /// place is not among them: their last outputs stand for it.
     public func innerState() -> [MLXArray] {
-        let frame = given.frame.map { FrameArrays($0).arrays } ?? []
-        return reporting([]) { try engine?.innerState() ?? frame }
+        reporting([]) { try engine?.innerState() ?? [] }
     }
 
     /// What stays of the evicted, in the ``frame``; nil before the first rows, and where nothing is kept

@@ -108,7 +108,7 @@ public struct H2OConfiguration: Sendable {
         try policy.validate()
         // What every cache is to have, tried with one head that has slots enough.
         _ = try CacheSettings(
-            .heads([Limits.mostTokens]), policy: policy, remainder: remainder, attends: true,
+            [Limits.mostTokens], policy: policy, remainder: remainder, attends: true,
             packing: .dense, undo: undo, saturation: [saturation ?? H2ORemainder.saturation],
             pins: pinnedPositions
         ).engine()

@@ -15,19 +15,9 @@ import MLXLMCommon
 /// Save it with ``saveCaches(_:to:metadata:)``; `savePromptCache` and `ChatSession.saveCache` cannot
 /// write it.
 public final class H2OKVCache: AttendingKVCache {
-    /// How much a cache may hold.
-    package enum Size: Sendable, Equatable {
-        /// Slots per KV head; the remainder is charged against them.
-        case tokens(Int)
-        /// Bytes of this layer's cache, everything counted.
-        case bytes(Int)
-        /// The slots of each KV head; the remainder is not charged.
-        case heads([Int])
-    }
-
     /// As given. What has changed since the engine knows: ``settings``.
     fileprivate(set) var given: CacheSettings
-    /// nil where the model's first rows must tell the slots of each head.
+    /// nil in a copy that failed.
     private(set) var engine: Engine?
     fileprivate(set) var pressure: PressureShare
     /// Arrays set by `state` whose names `metaState` has not given yet.
@@ -55,7 +45,7 @@ public final class H2OKVCache: AttendingKVCache {
     /// A cache for one layer.
     ///
     /// - Parameters:
-    ///   - size: How much it may hold.
+    ///   - budgets: Slots of each KV head; the remainder is not charged against them.
     ///   - policy: What chooses.
     ///   - remainder: Whether evicted tokens go on answering.
     ///   - attends: Whether the model attends through this library. Without, the policy may look at
@@ -73,13 +63,13 @@ public final class H2OKVCache: AttendingKVCache {
     ///   - pressure: What may ask for less memory while the cache is in use.
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
     package convenience init(
-        _ size: Size, policy: any H2OPolicy = H2OPolicies.Salient(), remainder: Bool = true,
+        _ budgets: [Int], policy: any H2OPolicy = H2OPolicies.Salient(), remainder: Bool = true,
         attends: Bool = true, packing: H2OPacking = .dense, undo: Int = 0, frame: H2OFrame? = nil,
         saturation: [Float] = [H2ORemainder.saturation], rope: H2ORope? = nil,
         pressure: H2OMemoryPressure? = nil
     ) throws {
         let settings = CacheSettings(
-            size, policy: policy, remainder: remainder, attends: attends, packing: packing,
+            budgets, policy: policy, remainder: remainder, attends: attends, packing: packing,
             undo: undo, frame: frame, saturation: saturation, rope: rope)
         try self.init(settings, PressureShare(pressure, nil))
     }
@@ -151,26 +141,24 @@ public final class H2OKVCache: AttendingKVCache {
 
     /// The engine for a step with these rows.
     private func ready(_ keys: MLXArray, _ values: MLXArray) throws -> Engine {
-        if unnamed != nil {
-            throw H2OError.state(
-                "The state of this cache was set without its metaState, or it is a copy that failed."
-            )
-        }
+        guard unnamed == nil, let engine else { throw Self.lacksState }
         snapshot = nil
         let types = RowTypes(keys: keys, values: values)
-        if let own = engine?.rowTypes {
+        if let own = engine.rowTypes {
             if own != types { try recast(from: own, to: types) }
         } else {
             try types.check()
-            if engine == nil { use(try given.engine(for: types)) }
             if let file, offset == 0, !isSpilled {
-                try engine!.spill(to: file)
+                try engine.spill(to: file)
                 isSpilled = true
             }
         }
         try follow(to: offset + keys.dim(2))
-        return engine!
+        return self.engine!
     }
+
+    private static let lacksState = H2OError.state(
+        "The state of this cache was set without its metaState, or it is a copy that failed.")
 
     fileprivate func use(_ engine: Engine?) {
         self.engine = engine
@@ -222,10 +210,7 @@ public final class H2OKVCache: AttendingKVCache {
                     "This model masks a sliding window over a full cache, which a bounded cache "
                         + "cannot serve: leave that layer's own cache in place.")
             }
-            guard let engine else {
-                if n == 1 { return .none }
-                return returnArray ? .array(createCausalMask(n: n, offset: 0)) : .causal
-            }
+            guard let engine else { throw Self.lacksState }
             if offset > 0 { try follow(to: offset) }
             return try engine.makeMask(n: n, asArray: returnArray)
         }
@@ -255,19 +240,13 @@ extension H2OKVCache {
     ///   charged again.
     /// - Throws: ``H2OError/configuration(_:)`` for a budget without room to evict; nothing is changed.
     public func resize(_ budgets: [Int]) throws {
-        guard let engine else {
-            var changed = given
-            changed.size = budgets.count == 1 ? .tokens(budgets[0]) : .heads(budgets)
-            let made = try changed.engine()
-            (given, snapshot) = (changed, nil)
-            return use(made)
+        try changing {
+            let heads = $0.plan.budgets.count
+            try $0.resize(
+                SlotPlan(
+                    budgets: budgets.count == 1
+                        ? Array(repeating: budgets[0], count: heads) : budgets))
         }
-        let heads = engine.plan.budgets.count
-        try engine.resize(
-            SlotPlan(
-                budgets: budgets.count == 1
-                    ? Array(repeating: budgets[0], count: heads) : budgets))
-        snapshot = nil
     }
 
     /// Take back the newest n tokens, or as many of them as ``undoableSteps`` says.
@@ -309,17 +288,10 @@ extension H2OKVCache {
             + "(speculative decoding needs the number of draft tokens)."
     }
 
-    /// What `body` does to the engine, or to the settings while there is none.
-    func changing(_ body: (Engine) throws -> Void, _ settings: (inout CacheSettings) -> Void) throws
-    {
-        if let engine {
-            try body(engine)
-        } else {
-            var changed = given
-            settings(&changed)
-            _ = try changed.engine()
-            given = changed
-        }
+    /// Do something to the engine between steps.
+    func changing(_ body: (Engine) throws -> Void) throws {
+        guard let engine else { throw Self.lacksState }
+        try body(engine)
         snapshot = nil
     }
 }
@@ -330,11 +302,8 @@ extension H2OKVCache {
     /// All that it holds.
     func saved() throws -> Engine.Saved {
         if let snapshot { return snapshot }
-        if let engine { return try engine.saved() }
-        let frame = zip(FrameArrays.names, given.frame.map { FrameArrays($0).arrays } ?? [])
-        return Engine.Saved(
-            arrays: Dictionary(uniqueKeysWithValues: frame.map { ($0, $1) }),
-            settings: given.json.text)
+        guard let engine else { throw Self.lacksState }
+        return try engine.saved()
     }
 
     /// Hold what was saved of a cache.
@@ -346,12 +315,11 @@ extension H2OKVCache {
             throw H2OError.file("this is no state of an H2OKVCache: it has no runs.")
         }
         let settings = try CacheSettings(json, frame: H2OFrame(saved: saved.arrays))
-        let restored =
-            runs.isEmpty ? try settings.engine() : try Engine(saved, policy: settings.policy)
+        let restored = try Engine(saved, policy: settings.policy)
         use(restored)
         (given, snapshot, failure) = (settings, nil, nil)
         leaveFile("the cache's state was set")
-        pressure.adopt(runs.isEmpty ? nil : restored?.plan)
+        pressure.adopt(runs.isEmpty ? nil : restored.plan)
     }
 
     /// Arrays in the order in which ``metaState`` names them. While kernels decode, what they wrote

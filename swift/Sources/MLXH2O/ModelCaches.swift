@@ -161,7 +161,7 @@ extension H2OConfiguration {
     }
 
     /// The same with a size in tokens or bytes, and a packing.
-    private func settings(
+    func settings(
         of kinds: [LayerKind], _ profile: H2OProfile?, _ policy: any H2OPolicy, _ attends: Bool,
         _ rope: H2ORope?
     ) throws -> [CacheSettings] {
@@ -186,7 +186,7 @@ extension H2OConfiguration {
         }
         return kinds.indices.map { layer in
             CacheSettings(
-                .heads(plans[layer].budgets), policy: policy, remainder: remainder,
+                plans[layer].budgets, policy: policy, remainder: remainder,
                 attends: attends, packing: packing, undo: undo, frame: frames?[layer],
                 saturation: measured?[layer] ?? usual, rope: rope, filling: plans[layer].later,
                 pins: pinnedPositions

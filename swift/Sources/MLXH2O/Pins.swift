@@ -45,8 +45,6 @@ extension H2OKVCache {
                     + "\(answer.partly) from some."
                 notices.append(H2ONotice(subject: .pins, message: loss).log())
             }
-        } _: {
-            $0.pins += spans
         }
         return answer
     }
@@ -55,8 +53,6 @@ extension H2OKVCache {
     public func unpin() throws {
         try changing {
             try $0.unpin()
-        } _: {
-            $0.pins = []
         }
     }
 
@@ -71,7 +67,6 @@ extension H2OKVCache {
         }
         try changing {
             try $0.newTurn(carry: carry)
-        } _: { _ in
         }
     }
 }

@@ -40,11 +40,4 @@ struct RowTypes: Equatable, CustomStringConvertible {
                 "Keys and values must be float32, float16 or bfloat16; got \(dtype).")
         }
     }
-
-    /// What one row measures, stored so.
-    func widths(_ packing: H2OPacking) -> RowWidths {
-        RowWidths(
-            key: keyWidth, value: valueWidth, keySize: keyDType.size, valueSize: valueDType.size,
-            packing: packing)
-    }
 }

@@ -94,22 +94,6 @@ struct RowWidths: Equatable {
         let extra = max(recentRowBytes - rowBytes, 0)
         return beside + slots * slotBytes(policy, undo: undo) + policy.recentSlots(slots) * extra
     }
-
-    /// Slots per head that fit into `bytes` of `heads` heads (batch included), everything counted.
-    func slots(
-        bytes: Int, heads: Int, policy: any H2OPolicy, remembers: Bool, undo: Int = 0
-    ) throws -> Int {
-        let perHead = bytes / heads
-        let slots = mostSlots(in: perHead) {
-            self.bytes(ofSlots: $0, policy: policy, remembers: remembers, undo: undo)
-        }
-        guard slots >= 1 else {
-            throw H2OError.configuration(
-                "\(bytes) bytes leave no slot for each of \(heads) KV heads of \(rowBytes) bytes a "
-                    + "token; make the budget larger.")
-        }
-        return slots
-    }
 }
 
 /// The most slots whose bytes, which grow with them, are within a limit; 0 where none are.

@@ -1,37 +1,6 @@
-/// Settings in the form that Python's `H2OKVCache.config` has: of a cache that has seen no rows all that
-/// is saved, of others the part that the engine does not read for itself.
+/// Settings as they are saved, in the form that Python's `H2OKVCache.config` has: the part that the engine
+/// does not read for itself.
 extension CacheSettings {
-    var json: H2OSettingValue {
-        let optional = { (value: Int?) -> H2OSettingValue in value.map { .int($0) } ?? .null }
-        var policySettings = policy.settings
-        policySettings["name"] = .string(policy.name)
-        let numbers = saturation.map { H2OSettingValue.double(Double($0)) }
-        var json: [String: H2OSettingValue] = [
-            "policy": .object(policySettings),
-            "remainder": .bool(remainderAnswers),
-            "attending": .bool(attends),
-            "packing": .object([
-                "k_bits": optional(packing.keyBits), "v_bits": optional(packing.valueBits),
-                "group_size": .int(packing.groupSize), "recent_bits": optional(packing.recentBits),
-            ]),
-            "max_size": .null, "max_bytes": .null, "budgets": .null, "share": .null,
-            "undo": .int(undo),
-            "saturation": Set(saturation).count == 1 ? numbers[0] : .array(numbers),
-            "filling": .array(
-                filling.map { .array([.int($0.beyond), .array($0.budgets.map { .int($0) })]) }),
-            "pins": .array(pins.map { .array([.int($0.lowerBound), .int($0.upperBound)]) }),
-            "offset": .int(0), "aged_from": .int(0), "own": .null, "reserved": .int(0),
-            "recent": .null, "runs": .array([]),
-        ]
-        if let rope { json["rope"] = rope.json }
-        switch size {
-        case .tokens(let count): json["max_size"] = .int(count)
-        case .bytes(let count): json["max_bytes"] = .int(count)
-        case .heads(let slots): json["budgets"] = .array(slots.map { .int($0) })
-        }
-        return .object(json)
-    }
-
     /// Settings from their JSON, and the frame of a cache's arrays.
     ///
     /// - Throws: ``H2OError``: something is missing or out of range.
@@ -45,7 +14,7 @@ extension CacheSettings {
             throw H2OError.file("its layers share keys: go on in Python.")
         }
         self.init(
-            Self.size(json),
+            json["budgets"]?.array?.compactMap(\.int) ?? [],
             policy: try H2OPolicies.make(name, settings: policy.filter { $0.key != "name" }),
             remainder: answers, attends: attends,
             packing: try H2OPacking(
@@ -59,12 +28,6 @@ extension CacheSettings {
 
     private static func damage(_ what: String) -> H2OError {
         .file("this is no state of an H2OKVCache: \(what).")
-    }
-
-    private static func size(_ json: H2OSettingValue) -> H2OKVCache.Size {
-        if let tokens = json["max_size"]?.int { return .tokens(tokens) }
-        if let bytes = json["max_bytes"]?.int { return .bytes(bytes) }
-        return .heads(json["budgets"]?.array?.compactMap(\.int) ?? [])
     }
 
     /// Slots that follow; files from before there were any do not say.
@@ -106,14 +69,5 @@ extension CacheSettings {
             throw damage("its saturation is no number")
         }
         return numbers.map { Float($0!) }
-    }
-}
-
-extension H2ORope {
-    fileprivate var json: H2OSettingValue {
-        .object([
-            "dims": .int(dimensions), "base": .double(Double(base)),
-            "scale": .double(Double(scale)), "traditional": .bool(traditional),
-        ])
     }
 }

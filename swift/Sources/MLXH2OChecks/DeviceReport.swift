@@ -77,7 +77,7 @@ public struct DeviceReport: Sendable, Codable {
         ]
         for bits in [nil, 8, 4] {
             let cache = try H2OKVCache(
-                .heads(Array(repeating: slots, count: kvHeads)),
+                Array(repeating: slots, count: kvHeads),
                 packing: H2OPacking(keyBits: bits, valueBits: bits))
             func step(_ q: MLXArray, _ k: MLXArray, _ v: MLXArray) {
                 eval(

@@ -51,7 +51,7 @@ struct KernelForm {
             Array(repeating: Array(repeating: number, count: widths.keys), count: Self.kvHeads)
         }
         let cache = try H2OKVCache(
-            .heads(Array(repeating: Self.budget, count: Self.kvHeads)), policy: policy,
+            Array(repeating: Self.budget, count: Self.kvHeads), policy: policy,
             remainder: remainder, packing: packing,
             frame: framed ? H2OFrame(centre: frame(0), scale: frame(1)) : nil)
         let heads = Self.kvHeads * group

@@ -31,7 +31,7 @@ import Testing
                 if packing.recent != nil && policy.recentSlots(20) == 0 { continue }
                 let budgets = policy.options.unit == .layer ? [24, 24] : [20, 28]
                 let cache = try H2OKVCache(
-                    .heads(budgets), policy: policy, packing: packing)
+                    budgets, policy: policy, packing: packing)
                 RowStream(tokens: 80).run(cache, [30, 10] + ones(40))
                 let kept = try cache.keptPositions()[0], label = "\(policy.name) \(name)"
                 #expect(kept.map(\.count) == budgets, "\(label)")
@@ -52,7 +52,7 @@ import Testing
     @Test func underBudgetItIsPlainAttention() throws {
         for (_, packing) in Self.stores.prefix(1) {
             let rows = RowStream(tokens: 40), plain = KVCacheSimple()
-            let cache = try H2OKVCache(.tokens(80), packing: packing)
+            let cache = try H2OKVCache([80, 80], packing: packing)
             for length in [20, 7] + ones(13) {
                 let range = plain.offset ..< plain.offset + length
                 let expected = h2oAttention(
@@ -69,7 +69,7 @@ import Testing
         for (name, packing) in Self.stores {
             let rows = RowStream(tokens: 70)
             let cache = try H2OKVCache(
-                .heads([20, 28]), policy: H2OPolicies.H2O(), packing: packing)
+                [20, 28], policy: H2OPolicies.H2O(), packing: packing)
             rows.run(cache, [30] + ones(9))
             let copy = cache.copy() as! H2OKVCache
             let first = rows.run(cache, ones(20))
@@ -82,9 +82,9 @@ import Testing
     @Test func stateAndMetaStateGoThroughAnotherCache() throws {
         for (name, packing) in Self.stores {
             let rows = RowStream(tokens: 60)
-            let cache = try H2OKVCache(.heads([20, 28]), packing: packing)
+            let cache = try H2OKVCache([20, 28], packing: packing)
             rows.run(cache, [30] + ones(10))
-            let twin = try H2OKVCache(.heads([20, 28]), packing: packing)
+            let twin = try H2OKVCache([20, 28], packing: packing)
             twin.state = cache.state
             twin.metaState = cache.metaState
             #expect(twin.nbytes == cache.nbytes)
@@ -95,7 +95,7 @@ import Testing
     @Test func trimsUntilTheFirstEviction() throws {
         for (name, packing) in Self.stores {
             let rows = RowStream(tokens: 60)
-            let cache = try H2OKVCache(.heads([24, 24]), packing: packing)
+            let cache = try H2OKVCache([24, 24], packing: packing)
             rows.run(cache, [10] + ones(6))
             #expect(cache.isTrimmable && cache.trim(9) == 9 && cache.offset == 7, "\(name)")
             #expect(try cache.keptPositions()[0] == [Array(0 ..< 7), Array(0 ..< 7)], "\(name)")
@@ -109,7 +109,7 @@ import Testing
     @Test func resizingFoldsWhatNoLongerFits() throws {
         for (name, packing) in Self.stores {
             let rows = RowStream(tokens: 90)
-            let cache = try H2OKVCache(.heads([40, 40]), packing: packing)
+            let cache = try H2OKVCache([40, 40], packing: packing)
             rows.run(cache, [50] + ones(10))
             try cache.resize([16, 28])
             #expect(try cache.keptPositions()[0].map(\.count) == [16, 28], "\(name)")
@@ -125,17 +125,17 @@ import Testing
     @Test func resizingThatFailsChangesNothing() throws {
         let rows = RowStream(tokens: 60), packing = Self.stores.last!.packing
         let policy = H2OPolicies.Distinct().with { $0.recent = .share(0.1) }
-        let cache = try H2OKVCache(.heads([24, 24]), policy: policy, packing: packing, undo: 3)
+        let cache = try H2OKVCache([24, 24], policy: policy, packing: packing, undo: 3)
         rows.run(cache, [30] + ones(5))
         #expect(throws: H2OError.self) { try cache.resize([9]) }
-        #expect(cache.budgets == [24, 24] && cache.size == .heads([24, 24]))
+        #expect(cache.budgets == [24, 24])
         #expect(cache.undoableSteps == 3)
     }
 
     /// The state of an empty cache takes the place of whatever a cache holds.
     @Test func stateOfAnEmptyCacheEmpties() throws {
-        let rows = RowStream(tokens: 60), empty = try H2OKVCache(.heads([20, 28]))
-        let cache = try H2OKVCache(.heads([20, 28]))
+        let rows = RowStream(tokens: 60), empty = try H2OKVCache([20, 28])
+        let cache = try H2OKVCache([20, 28])
         rows.run(cache, [30] + ones(5))
         cache.state = empty.state
         cache.metaState = empty.metaState
@@ -147,7 +147,7 @@ import Testing
         let pressure = H2OMemoryPressure(), rows = RowStream(tokens: 90)
         let layers = try (0 ..< 3).map { _ in
             try H2OKVCache(
-                .heads([48, 48]), policy: H2OPolicies.Distinct.keysOnly, attends: false,
+                [48, 48], policy: H2OPolicies.Distinct.keysOnly, attends: false,
                 pressure: pressure)
         }
         for layer in layers { rows.run(layer, [60] + ones(5)) }
@@ -173,7 +173,7 @@ import Testing
         @Test(.timeLimit(.minutes(1))) func theSystemsComplaintsAreObeyed() async throws {
             let pressure = H2OMemoryPressure(), rows = RowStream(tokens: 120)
             pressure.observeSystem()
-            let cache = try H2OKVCache(.heads([64, 64]), pressure: pressure)
+            let cache = try H2OKVCache([64, 64], pressure: pressure)
             rows.run(cache, [80] + ones(5))
             for (event, share) in [(DispatchSource.MemoryPressureEvent.warning, 2), (.critical, 4)]
             {
@@ -198,15 +198,19 @@ import Testing
 
     @Test func bytesAreABound() throws {
         for (name, packing) in Self.stores {
-            let cache = try H2OKVCache(.bytes(12_000), packing: packing)
+            let cache = try plannedCache(.bytes(12_000), packing: packing)
             RowStream(tokens: 200).run(cache, [90] + ones(110))
             #expect(cache.nbytes <= 12_000, "\(name)")
             #expect(cache.nbytes > 9_000, "\(name)")
         }
         let frame = try H2OFrame(of: RowStream(tokens: 9).keys)
-        let cache = try H2OKVCache(
-            .bytes(12_000), policy: H2OPolicies.Salient(), packing: Self.stores[1].packing,
-            frame: frame)
+        let policy = H2OPolicies.Salient(), packing = Self.stores[1].packing
+        let widths = RowWidths(
+            key: 32, value: 32, keySize: 4, valueSize: 4, packing: packing, isFramed: true)
+        let slots = mostSlots(in: 6_000) {
+            widths.narrow.bytes(ofSlots: $0, policy: policy, remembers: true)
+        }
+        let cache = try H2OKVCache([slots, slots], policy: policy, packing: packing, frame: frame)
         RowStream(tokens: 200).run(cache, [90] + ones(110))
         #expect(11_000 ... 12_000 ~= cache.nbytes)
     }
@@ -219,10 +223,12 @@ import Testing
             return ""
         }
         // 9 slots of 26 bytes: 4 sinks, one to evict, and as many as these are recent.
-        let nothing = message { _ = try H2OKVCache(.bytes(233), policy: H2OPolicies.H2O()) }
+        let nothing = message {
+            _ = try H2OConfiguration(budget: .bytes(233), policy: H2OPolicies.H2O())
+        }
         #expect(
             nothing.contains("233 bytes holds nothing") && nothing.contains("at least 234 bytes"))
-        _ = try H2OKVCache(.bytes(234), policy: H2OPolicies.H2O())
+        _ = try H2OConfiguration(budget: .bytes(234), policy: H2OPolicies.H2O())
         let configured = message { _ = try H2OConfiguration(budget: .bytes(100)) }
         #expect(configured.contains("100 bytes holds nothing"))
 
@@ -241,18 +247,18 @@ import Testing
     }
 
     @Test func settingsOutOfRangeAreRefused() throws {
-        #expect(throws: H2OError.self) { try H2OKVCache(.tokens(4)) }
-        #expect(throws: H2OError.self) { try H2OKVCache(.heads([])) }
+        #expect(throws: H2OError.self) { try H2OKVCache([4, 4]) }
+        #expect(throws: H2OError.self) { try H2OKVCache([]) }
         #expect(throws: H2OError.self) {
-            try H2OKVCache(.heads([20, 30]), policy: H2OPolicies.EMALogits.paper)
+            try H2OKVCache([20, 30], policy: H2OPolicies.EMALogits.paper)
         }
         #expect(throws: H2OError.self) { try H2OPacking(keyBits: 7) }
         #expect(throws: H2OError.self) { try H2OPacking(recentBits: 8) }
         #expect(throws: H2OError.self) {
-            try H2OKVCache(.heads([20, 30]), policy: H2OPolicies.Streaming(), attends: false)
+            try H2OKVCache([20, 30], policy: H2OPolicies.Streaming(), attends: false)
         }
         #expect(throws: H2OError.policyNeedsAttention(policy: "h2o", model: "a stock model")) {
-            try H2OKVCache(.tokens(64), policy: H2OPolicies.H2O(), attends: false)
+            try H2OKVCache([64, 64], policy: H2OPolicies.H2O(), attends: false)
         }
     }
 
@@ -271,7 +277,7 @@ import Testing
 
 private func takeSteps(_ count: Int, attends: Bool) throws {
     let cache = try H2OKVCache(
-        .tokens(64), policy: attends ? H2OPolicies.Distinct() : H2OPolicies.Distinct.keysOnly,
+        [64, 64], policy: attends ? H2OPolicies.Distinct() : H2OPolicies.Distinct.keysOnly,
         attends: attends)
     let rows = RowStream(tokens: 16)
     func step() {

@@ -11,8 +11,8 @@ import Testing
     /// As much as can be goes; what stays is as if no more had been asked for.
     @Test func aVainTrimTakesWhatItCan() throws {
         for chunks in [[30] + ones(9), [5]] {
-            let cache = try H2OKVCache(.heads([20, 20]), undo: 3)
-            let twin = try H2OKVCache(.heads([20, 20]), undo: 3)
+            let cache = try H2OKVCache([20, 20], undo: 3)
+            let twin = try H2OKVCache([20, 20], undo: 3)
             for each in [cache, twin] { rows.run(each, chunks) }
             let possible = cache.undoableSteps
             #expect(twin.trim(possible) == possible && twin.failure == nil)
@@ -36,7 +36,7 @@ import Testing
 
     /// MLX's way for what cannot throw: `withError` throws it, and the cache is as it was.
     @Test func aStepThatCannotBeIsThrownByWithError() throws {
-        let cache = try H2OKVCache(.heads([20, 20])), twin = try H2OKVCache(.heads([20, 20]))
+        let cache = try H2OKVCache([20, 20]), twin = try H2OKVCache([20, 20])
         for each in [cache, twin] { rows.run(each, [30]) }
         let others = RowStream(kvHeads: 4, tokens: 60)
         var answer: MLXArray?
@@ -64,14 +64,14 @@ import Testing
     /// As any operation of MLX that fails.
     @Test func outsideOfItTheProcessEnds() async {
         await #expect(processExitsWith: .failure) {
-            let cache = try H2OKVCache(.heads([20, 20]))
+            let cache = try H2OKVCache([20, 20])
             RowStream(tokens: 60).run(cache, [30])
             RowStream(kvHeads: 4, tokens: 60).run(cache, [1])
         }
     }
 
     @Test func aStateThatIsNoneIsThrownByWithError() throws {
-        let cache = try H2OKVCache(.heads([20, 20]))
+        let cache = try H2OKVCache([20, 20])
         rows.run(cache, [30])
         let told = cache.metaState, state = cache.state
         #expect(throws: MLXError.self) {

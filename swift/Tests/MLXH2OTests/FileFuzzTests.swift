@@ -56,7 +56,7 @@ import Testing
         policy.options.recent = .share(1 - 1e-15)
         // It would be more than there can be.
         #expect(policy.leastBudget == 1 << 30)
-        #expect(throws: H2OError.self) { try H2OKVCache(.tokens(1 << 20), policy: policy) }
+        #expect(throws: H2OError.self) { try H2OKVCache([1 << 20], policy: policy) }
         for share in [0, 0.2, 0.5, 0.9, 0.999] {
             policy.options.recent = .share(share)
             let least = policy.leastBudget
@@ -91,19 +91,19 @@ import Testing
     private static func caches() throws -> [any KVCache] {
         let rows = RowStream(tokens: 60)
         var caches: [H2OKVCache] = try CacheTests.stores.map { _, packing in
-            try H2OKVCache(.heads([14, 20]), packing: packing)
+            try H2OKVCache([14, 20], packing: packing)
         }
         caches.insert(
             try H2OKVCache(
-                .heads([20, 20]), policy: H2OPolicies.H2O().with { $0.evictEvery = 3 },
+                [20, 20], policy: H2OPolicies.H2O().with { $0.evictEvery = 3 },
                 packing: CacheTests.stores[2].packing), at: 3)
         caches.append(
-            try H2OKVCache(.tokens(40), policy: H2OPolicies.Distinct.keysOnly, attends: false))
+            try H2OKVCache([40, 40], policy: H2OPolicies.Distinct.keysOnly, attends: false))
         caches.append(
-            try H2OKVCache(.heads([14, 14]), policy: H2OPolicies.Streaming(), remainder: false))
+            try H2OKVCache([14, 14], policy: H2OPolicies.Streaming(), remainder: false))
         caches.append(
             try H2OKVCache(
-                .heads([14, 20]), policy: H2OPolicies.Salient(),
+                [14, 20], policy: H2OPolicies.Salient(),
                 packing: CacheTests.stores[1].packing,
                 frame: H2OFrame(of: rows.keys), saturation: [0, 2]))
         let filling = [(20, [14, 26]), (39, [24, 16]), (80, [16, 24])].map {
@@ -112,7 +112,7 @@ import Testing
         caches.append(
             try H2OKVCache(
                 CacheSettings(
-                    .heads([20, 20]), policy: H2OPolicies.Distinct(), remainder: true,
+                    [20, 20], policy: H2OPolicies.Distinct(), remainder: true,
                     attends: true,
                     packing: .dense, undo: 0, filling: filling), PressureShare(nil, nil)))
         for cache in caches { rows.run(cache, [30] + ones(10)) }

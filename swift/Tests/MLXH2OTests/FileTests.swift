@@ -16,7 +16,7 @@ import Testing
         for (name, packing) in CacheTests.stores {
             let rows = RowStream(tokens: 80)
             let cache = try H2OKVCache(
-                .heads([20, 28]), policy: H2OPolicies.H2O().with { $0.evictEvery = 3 },
+                [20, 28], policy: H2OPolicies.H2O().with { $0.evictEvery = 3 },
                 packing: packing)
             rows.run(cache, [30] + ones(10))
             try H2OKVCache.saveCaches(
@@ -140,7 +140,7 @@ import Testing
     /// Shared keys, and ropes that turn nothing: read as an ordinary cache, they would be another
     /// conversation.
     @Test func cachesThatOnlyPythonHasAreRefused() throws {
-        let own = try H2OKVCache(.tokens(24)).configuration
+        let own = try H2OKVCache([24, 24]).configuration
         _ = try CacheSettings(own)
         let other: [(String, H2OSettingValue)] = [
             ("sharers", .int(2)), ("rope", .object(["dims": .int(64)])),
@@ -161,7 +161,7 @@ import Testing
 
     @Test func aPolicyThatOnlyPythonHasIsRefusedByName() throws {
         let name = "snapkv"
-        var config = try H2OKVCache(.tokens(24)).configuration.object!
+        var config = try H2OKVCache([24, 24]).configuration.object!
         var policy = config["policy"]!.object!
         policy["name"] = .string(name)
         config["policy"] = .object(policy)
@@ -193,7 +193,7 @@ import Testing
         let file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
         for (name, packing) in CacheTests.stores {
-            let cache = try H2OKVCache(.heads([20, 28]), packing: packing)
+            let cache = try H2OKVCache([20, 28], packing: packing)
             RowStream(tokens: 60).run(cache, [30] + ones(10))
             try H2OKVCache.saveCaches([cache], to: file)
             let twin = try H2OKVCache.loadedCaches(from: file).caches[0] as! H2OKVCache
@@ -219,10 +219,10 @@ import Testing
         #expect(try ModelTests.generated(model, loaded, prompt: 5, tokens: 5).count == 5)
         #expect(throws: H2OError.self) { try load(Array(caches.dropLast())) }
         let wide = try H2OKVCache(
-            .tokens(40), policy: H2OPolicies.KeyDiff(), attends: false)
+            [40, 40], policy: H2OPolicies.KeyDiff(), attends: false)
         RowStream(tokens: 50, width: 64).run(wide, [30])
         #expect(throws: H2OError.self) { try load([wide] + caches.dropFirst()) }
-        let attending = try H2OKVCache(.tokens(40))
+        let attending = try H2OKVCache([40, 40])
         RowStream(tokens: 50).run(attending, [30])
         #expect(throws: H2OError.self) { try load([attending] + caches.dropFirst()) }
     }

@@ -25,7 +25,7 @@ import Testing
         undo: Int = 0, attends: Bool = true
     ) throws -> CacheSettings {
         try CacheSettings(
-            .heads([40, 40]), policy: policy, remainder: true, attends: attends, packing: packing,
+            [40, 40], policy: policy, remainder: true, attends: attends, packing: packing,
             undo: undo, filling: filling)
     }
 
@@ -81,7 +81,7 @@ import Testing
             let rows = caches.indices.map { RowStream(seed: $0 + 1, tokens: 6 * mean) }
             let full = try caches.map {
                 try H2OKVCache(
-                    .heads([200, 200]), policy: policy, packing: packing, frame: $0.frame)
+                    [200, 200], policy: policy, packing: packing, frame: $0.frame)
             }
             for length in [mean - 2] + ones(4) + [9, mean - 12] + ones(4) + [mean, mean + 5, 1] {
                 for (layer, cache) in caches.enumerated() {
@@ -316,7 +316,7 @@ import Testing
         #expect(throws: H2OError.self) {
             try settings(policy: H2OPolicies.Distinct.keysOnly, attends: false).engine()
         }
-        let json = try settings().json.object!,
+        let json = try cache().configuration.object!,
             damaged: [H2OSettingValue] = [
                 .array([.int(40)]), .array([.array([.int(40)])]),
                 .array([.array([.int(40), .int(8)])]),

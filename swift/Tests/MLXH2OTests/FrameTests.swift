@@ -26,7 +26,7 @@ import Testing
         policy: any H2OPolicy = H2OPolicies.Salient()
     ) throws -> H2OKVCache {
         try H2OKVCache(
-            .heads([20, 28]), policy: policy, packing: packing, undo: undo, frame: frame)
+            [20, 28], policy: policy, packing: packing, undo: undo, frame: frame)
     }
 
     @Test func centreIsTheMeanAndScaleTheGreatestDistance() throws {
@@ -131,7 +131,7 @@ import Testing
             -> String
         {
             let cache = try H2OKVCache(
-                .heads([20, 28]), packing: packing, frame: frame, saturation: saturation)
+                [20, 28], packing: packing, frame: frame, saturation: saturation)
             return H2OKVCache.describe([cache])[0].reason
         }
         let end = "policy salient, evicted tokens go on answering"
@@ -161,7 +161,7 @@ import Testing
             await #expect(processExitsWith: .failure) {
                 let rows = RowStream(tokens: 12), frame = try H2OFrame(of: rows.keys)
                 let cache = try H2OKVCache(
-                    .heads([20, 28]), packing: H2OPacking(keyBits: 8, groupSize: 32), frame: frame)
+                    [20, 28], packing: H2OPacking(keyBits: 8, groupSize: 32), frame: frame)
                 rows.run(cache, [12], sinks: MLXArray.zeros([4]))
             }
         }
@@ -178,27 +178,21 @@ import Testing
         ] as [() throws -> H2OFrame] {
             #expect(throws: H2OError.self) { try wrong() }
         }
-        #expect(throws: H2OError.self) { try H2OKVCache(.tokens(64), frame: frame) }
+        #expect(throws: H2OError.self) { try H2OKVCache([64, 64], frame: frame) }
         #expect(throws: H2OError.self) {
             try H2OKVCache(
-                .tokens(64), packing: H2OPacking(valueBits: 8, groupSize: 32), frame: frame)
+                [64, 64], packing: H2OPacking(valueBits: 8, groupSize: 32), frame: frame)
         }
         #expect(throws: H2OError.self) {
             try H2OKVCache(
-                .tokens(64), policy: H2OPolicies.Streaming(), attends: false, frame: frame)
+                [64, 64], policy: H2OPolicies.Streaming(), attends: false, frame: frame)
         }
-        let settings = try CacheSettings(
-            .tokens(64), policy: H2OPolicies.Salient(), remainder: true, attends: true,
-            packing: packing, undo: 0, frame: frame)
-        for (heads, width) in [(2, 32), (3, 32), (2, 64)] {
-            let rows = RowTypes(
-                batch: 1, heads: heads, keyWidth: width, valueWidth: 32, keyDType: .float32,
-                valueDType: .float32)
-            if (heads, width) == (2, 32) {
-                _ = try settings.engine(for: rows)
-            } else {
-                #expect(throws: H2OError.self) { try settings.engine(for: rows) }
-            }
+        #expect(throws: H2OError.self) {
+            try H2OKVCache([64, 64, 64], packing: packing, frame: frame)
+        }
+        let wide = try H2OKVCache([64, 64], packing: packing, frame: frame)
+        #expect(throws: (any Error).self) {
+            try withError { RowStream(tokens: 9, width: 64).run(wide, [9]) }
         }
     }
 

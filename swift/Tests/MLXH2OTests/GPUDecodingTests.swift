@@ -33,7 +33,7 @@ import Testing
     ) throws {
         let policy = try H2OPolicies.make(name, settings: settings)
         try comparing("\(name)") { side in
-            let cache = try H2OKVCache(.heads(budgets), policy: policy)
+            let cache = try H2OKVCache(budgets, policy: policy)
             side.follow(cache, side.rows(tokens: 46), [12] + ones(34))
         }
     }
@@ -46,7 +46,7 @@ import Testing
             let packing = try H2OPacking(keyBits: k, valueBits: v, groupSize: 32)
             let policy = try H2OPolicies.make(name, settings: settings)
             try comparing("\(name) \(k) \(v)") { side in
-                let cache = try H2OKVCache(.heads([24, 30]), policy: policy, packing: packing)
+                let cache = try H2OKVCache([24, 30], policy: policy, packing: packing)
                 side.follow(cache, side.rows(tokens: 52), [12] + ones(40))
                 side.note(stored: cache)
             }
@@ -64,7 +64,7 @@ import Testing
                 var rows = side.rows(tokens: 52)
                 rows.keys = rows.keys * Float(0.5) + Float(3)
                 let cache = try H2OKVCache(
-                    .heads([24, 30]), policy: policy, packing: packing,
+                    [24, 30], policy: policy, packing: packing,
                     frame: frame ? H2OFrame(of: rows.keys) : nil, saturation: [0, 2.5])
                 side.follow(cache, rows, [12] + ones(40))
                 side.note(stored: cache)
@@ -75,7 +75,7 @@ import Testing
     @Test func withoutRemainder() throws {
         for policy in [H2OPolicies.Distinct() as any H2OPolicy, H2OPolicies.H2O()] {
             try comparing("\(policy.name)") { side in
-                let cache = try H2OKVCache(.heads([24, 24]), policy: policy, remainder: false)
+                let cache = try H2OKVCache([24, 24], policy: policy, remainder: false)
                 side.follow(cache, side.rows(tokens: 36), [12] + ones(24))
             }
         }
@@ -83,7 +83,7 @@ import Testing
 
     @Test func attentionSinksAndBatches() throws {
         try comparing("sinks") { side in
-            let cache = try H2OKVCache(.heads([20, 20]))
+            let cache = try H2OKVCache([20, 20])
             let rows = side.rows(tokens: 40, batch: 2)
             side.follow(
                 cache, rows, [12] + ones(28), sinks: MLXArray([0.5, -1, 2, 0] as [Float]))
@@ -93,7 +93,7 @@ import Testing
     /// Past the slots that are allocated at first, after a prompt that two passes score.
     @Test func growth() throws {
         try comparing("growth") { side in
-            let cache = try H2OKVCache(.heads([262, 262]))
+            let cache = try H2OKVCache([262, 262])
             side.follow(cache, side.rows(tokens: 265), [250] + ones(15))
         }
     }
@@ -102,7 +102,7 @@ import Testing
     @Test func chunksBetweenSteps() throws {
         for packing in [H2OPacking.dense, try H2OPacking(keyBits: 8, valueBits: 8, groupSize: 32)] {
             try comparing("bits \(packing.keyBits ?? 0)") { side in
-                let cache = try H2OKVCache(.heads([24, 24]), packing: packing)
+                let cache = try H2OKVCache([24, 24], packing: packing)
                 side.follow(cache, side.rows(tokens: 92), [40] + ones(6) + [5] + ones(6) + [30, 1])
             }
         }
@@ -112,7 +112,7 @@ import Testing
     @Test func readersAndResizing() throws {
         try comparing("readers") { side in
             let rows = side.rows(tokens: 90)
-            var cache = try H2OKVCache(.heads([24, 24]))
+            var cache = try H2OKVCache([24, 24])
             side.follow(cache, rows, [10, 1, 1])
             #expect(cache.trim(2) == 2)
             side.follow(cache, rows, ones(25))
@@ -126,7 +126,7 @@ import Testing
             try H2OKVCache.saveCaches([cache], to: file)
             cache = try H2OKVCache.loadedCaches(from: file).caches[0] as! H2OKVCache
             side.follow(cache, rows, ones(5))
-            let twin = try H2OKVCache(.heads([14, 20]))
+            let twin = try H2OKVCache([14, 20])
             let names = cache.metaState
             twin.state = cache.state
             twin.metaState = names
@@ -139,7 +139,7 @@ import Testing
     @Test func stateEvaluatedWithEveryToken() throws {
         for packing in [H2OPacking.dense, try H2OPacking(keyBits: 8, valueBits: 8, groupSize: 32)] {
             try comparing("state \(packing.keyBits ?? 0)") { side in
-                let cache = try H2OKVCache(.heads([24, 24]), packing: packing)
+                let cache = try H2OKVCache([24, 24], packing: packing)
                 side.follow(
                     cache, side.rows(tokens: 42), [12] + ones(30), evaluatesState: true)
             }
@@ -152,7 +152,7 @@ import Testing
         for packing in [H2OPacking.dense, try H2OPacking(keyBits: 8, valueBits: 8, groupSize: 32)] {
             try comparing("filling \(packing.keyBits ?? 0)") { side in
                 let settings = CacheSettings(
-                    .heads([18, 18]), policy: H2OPolicies.Salient(), remainder: true, attends: true,
+                    [18, 18], policy: H2OPolicies.Salient(), remainder: true, attends: true,
                     packing: packing, undo: 0, filling: filling)
                 let cache = try H2OKVCache(settings, PressureShare(nil, nil))
                 side.follow(cache, side.rows(tokens: 52), [12] + ones(40))
@@ -164,7 +164,7 @@ import Testing
     /// Where steps can be taken back each is in MLX's operations, and its attention in kernels.
     @Test func stepsThatCanBeTakenBackAreNotFused() throws {
         try comparing("undo", fuses: false) { side in
-            let rows = side.rows(tokens: 60), cache = try H2OKVCache(.heads([20, 28]), undo: 4)
+            let rows = side.rows(tokens: 60), cache = try H2OKVCache([20, 28], undo: 4)
             side.follow(cache, rows, [30] + ones(5))
             #expect(cache.trim(4) == 4)
             side.follow(cache, rows, [5, 1, 16])
@@ -176,7 +176,7 @@ import Testing
     @Test func pressureEndsAndGoesOn() throws {
         try comparing("pressure") { side in
             let pressure = H2OMemoryPressure(), rows = side.rows(tokens: 70)
-            let cache = try H2OKVCache(.heads([32, 32]), pressure: pressure)
+            let cache = try H2OKVCache([32, 32], pressure: pressure)
             side.follow(cache, rows, [40] + ones(5))
             try pressure.lower(toFraction: 0.5)
             side.follow(cache, rows, ones(12))
@@ -186,7 +186,7 @@ import Testing
 
     /// Arrays that were given out before, and twins, keep their values.
     @Test func whatIsWrittenInPlaceIsSeenNowhereElse() throws {
-        let rows = Side(isPlain: false).rows(tokens: 60), cache = try H2OKVCache(.heads([24, 24]))
+        let rows = Side(isPlain: false).rows(tokens: 60), cache = try H2OKVCache([24, 24])
         rows.run(cache, [12] + ones(30))
         #expect(cache.isDecoding)
         let seen = cache.state, twin = cache.copy() as! H2OKVCache
@@ -203,7 +203,7 @@ import Testing
     @Test func narrowRows() throws {
         for (dtype, tolerance) in [(DType.float16, Float(4e-3)), (.bfloat16, 3e-2)] {
             try comparing("\(dtype)", within: tolerance) { side in
-                let cache = try H2OKVCache(.heads([24, 24]), policy: H2OPolicies.Streaming())
+                let cache = try H2OKVCache([24, 24], policy: H2OPolicies.Streaming())
                 side.follow(cache, side.rows(tokens: 42, dtype: dtype), [12] + ones(30))
             }
         }
@@ -212,7 +212,7 @@ import Testing
     /// Plain operations go on where the kernels were.
     @Test func plainOperationsTakeOver() throws {
         try comparing("device") { side in
-            let rows = side.rows(tokens: 50), cache = try H2OKVCache(.heads([24, 24]))
+            let rows = side.rows(tokens: 50), cache = try H2OKVCache([24, 24])
             side.follow(cache, rows, [12] + ones(20))
             cache.usesKernels = false
             side.note(rows.run(cache, ones(8)), cache)
@@ -250,7 +250,7 @@ import Testing
     /// Another cache's state takes the place of rows that kernels have.
     @Test func stateIsSetInTheMidstOfFusedDecoding() throws {
         let rows = Side(isPlain: false).rows(tokens: 60)
-        let saved = try H2OKVCache(.heads([24, 24])), cache = try H2OKVCache(.heads([24, 24]))
+        let saved = try H2OKVCache([24, 24]), cache = try H2OKVCache([24, 24])
         rows.run(saved, [5])
         rows.run(cache, [12] + ones(3))
         #expect(cache.isDecoding)
@@ -263,7 +263,7 @@ import Testing
 
     /// The names tell of all rows, and the state that is read after them is these.
     @Test func metaStateAndStateGoTogetherInTheMidstOfFusedDecoding() throws {
-        let rows = Side(isPlain: false).rows(tokens: 60), cache = try H2OKVCache(.heads([24, 24]))
+        let rows = Side(isPlain: false).rows(tokens: 60), cache = try H2OKVCache([24, 24])
         rows.run(cache, [12] + ones(5))
         #expect(!cache.state.isEmpty && cache.isDecoding)
         let names = cache.metaState

@@ -11,7 +11,7 @@ struct KernelSelfCheckTests {
     @Test func brokenKernelsAreNotUsed() throws {
         let rows = RowStream(tokens: 30, width: 32)
         func outputs(_ usesKernels: Bool) throws -> MLXArray {
-            let cache = try H2OKVCache(.heads([16, 20]), policy: H2OPolicies.H2O())
+            let cache = try H2OKVCache([16, 20], policy: H2OPolicies.H2O())
             cache.usesKernels = usesKernels
             let outputs = rows.run(cache, [24] + ones(4))
             #expect(!cache.isDecoding)

@@ -30,7 +30,7 @@ private let record = ProcessInfo.processInfo.environment["HOST_GPU_RECORD"]
         }
         #expect(!cases.isEmpty, "\(Self.architecture)")
         // Whether kernels write in place is tried once.
-        let cache = try H2OKVCache(.heads([24, 24]))
+        let cache = try H2OKVCache([24, 24])
         RowStream(tokens: 9, width: 64).run(cache, [4] + ones(2))
         #expect(cache.isDecoding)
         _ = Self.taken()
@@ -135,7 +135,7 @@ private let record = ProcessInfo.processInfo.environment["HOST_GPU_RECORD"]
     private static func cache(_ call: H2OSettingValue) throws -> H2OKVCache {
         let bits = call["bits"]!.int
         return try H2OKVCache(
-            .heads(call["budgets"]!.array!.map { $0.int! }),
+            call["budgets"]!.array!.map { $0.int! },
             policy: H2OPolicies.make(
                 call["policy"]!.string!, settings: call["settings"]!.object!),
             remainder: call["remainder"]!.bool!,

@@ -125,7 +125,7 @@ import Testing
     /// What is asked for too late to throw stops with the same words.
     @Test func attendingCachesStopInStockModels() async {
         await #expect(processExitsWith: .failure) {
-            let cache = try H2OKVCache(.tokens(40), policy: H2OPolicies.H2O())
+            let cache = try H2OKVCache([40, 40], policy: H2OPolicies.H2O())
             let rows = MLXArray.zeros([1, 2, 1, 32], dtype: .float32)
             _ = cache.update(keys: rows, values: rows)
         }

@@ -53,7 +53,7 @@ import Testing
     }
 
     @Test func positionsThatAreGone() throws {
-        let cache = try H2OKVCache(.heads([20, 20]), policy: H2OPolicies.Streaming())
+        let cache = try H2OKVCache([20, 20], policy: H2OPolicies.Streaming())
         RowStream(tokens: 60).run(cache, [40])
         try cache.pin([38 ..< 40])
         #expect(cache.notices.isEmpty)

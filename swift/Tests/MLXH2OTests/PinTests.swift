@@ -11,7 +11,7 @@ import Testing
         _ policy: any H2OPolicy, _ sink: Int, budgets: [Int] = [24, 32], attends: Bool = true
     ) throws -> H2OKVCache {
         try H2OKVCache(
-            .heads(budgets), policy: policy.with { ($0.sink, $0.recent) = (sink, .count(6)) },
+            budgets, policy: policy.with { ($0.sink, $0.recent) = (sink, .count(6)) },
             attends: attends)
     }
 

@@ -60,8 +60,8 @@ import Testing
 
     @Test func ownPoliciesWorkLikeAnyOther() throws {
         H2OPolicies.register(newest)
-        let own = try H2OKVCache(.heads([24, 24]), policy: newest)
-        let streaming = try H2OKVCache(.heads([24, 24]), policy: H2OPolicies.Streaming())
+        let own = try H2OKVCache([24, 24], policy: newest)
+        let streaming = try H2OKVCache([24, 24], policy: H2OPolicies.Streaming())
         let rows = RowStream(tokens: 90)
         rows.run(own, [30] + ones(30))
         rows.run(streaming, [30] + ones(30))
@@ -86,10 +86,10 @@ import Testing
             (heavy, H2OPolicyOptions.Prompt.full), (summed, .full), (summed, .window),
         ] {
             let ours = try H2OKVCache(
-                .heads([20, 28]), policy: H2OPolicies.H2O().with { $0.prompt = prompt })
+                [20, 28], policy: H2OPolicies.H2O().with { $0.prompt = prompt })
             let expected = rows.run(ours, [30, 10] + ones(30))
             let own = try H2OKVCache(
-                .heads([20, 28]), policy: policy.with { $0.prompt = prompt })
+                [20, 28], policy: policy.with { $0.prompt = prompt })
             let found = rows.run(own, [30, 10] + ones(30))
             #expect(
                 allClose(found, expected, atol: 1e-5).item(Bool.self), "\(policy.name) \(prompt)")
@@ -106,7 +106,7 @@ import Testing
             let policy = H2OPolicies.Own(name: "holding", needsAttention: false) { [object] slots in
                 withExtendedLifetime(object) { slots.ages }
             }
-            let cache = try H2OKVCache(.heads([24, 24]), policy: policy)
+            let cache = try H2OKVCache([24, 24], policy: policy)
             RowStream(tokens: 40).run(cache, [30] + ones(9))
             #expect(cache.evicted > 0 && held != nil)
         }
@@ -117,7 +117,7 @@ import Testing
         @Test func anOwnPolicyThatThrowsStops() async {
             await #expect(processExitsWith: .failure) {
                 let failing = H2OPolicies.Own(name: "failing") { _ in throw H2OError.policy("no") }
-                let cache = try H2OKVCache(.heads([24, 24]), policy: failing)
+                let cache = try H2OKVCache([24, 24], policy: failing)
                 RowStream(tokens: 40).run(cache, [30])
             }
         }

@@ -10,11 +10,11 @@ import Testing
     private let rows = RowStream(heads: 2, tokens: few + 20)
 
     /// A cache that has seen so many tokens.
-    private func fed(_ tokens: Int, _ size: H2OKVCache.Size, _ packing: H2OPacking, undo: Int = 0)
+    private func fed(_ tokens: Int, _ budgets: [Int], _ packing: H2OPacking, undo: Int = 0)
         throws -> H2OKVCache
     {
         let cache = try H2OKVCache(
-            size, policy: H2OPolicies.Salient(), packing: packing, undo: undo)
+            budgets, policy: H2OPolicies.Salient(), packing: packing, undo: undo)
         feed(cache, to: tokens)
         return cache
     }
@@ -30,7 +30,7 @@ import Testing
     /// Token by token up to where 16 bits end, and beyond: each head keeps its newest tokens.
     @Test func narrowThenWide() throws {
         for (name, packing) in CacheTests.stores {
-            let cache = try fed(Self.few - 6, .heads([24, 31]), packing)
+            let cache = try fed(Self.few - 6, [24, 31], packing)
             // As it goes on from a file, on the other side of the border.
             rows.run(cache, ones(6))
             #expect(dtype(cache) == .int16, "\(name)")
@@ -48,7 +48,7 @@ import Testing
     }
 
     @Test func stepsTakenBackTakeTheWidthBack() throws {
-        let cache = try fed(Self.few - 2, .heads([24, 31]), .dense, undo: 6)
+        let cache = try fed(Self.few - 2, [24, 31], .dense, undo: 6)
         let before = try cache.keptPositions()
         rows.run(cache, ones(5))
         #expect(dtype(cache) == .int32)
@@ -58,7 +58,7 @@ import Testing
     }
 
     @Test func pinsStayPinned() throws {
-        let cache = try fed(Self.few - 4, .heads([24, 31]), .dense)
+        let cache = try fed(Self.few - 4, [24, 31], .dense)
         _ = try cache.pin([Self.few - 1 ..< Self.few])
         rows.run(cache, ones(20))
         #expect(dtype(cache) == .int32)
@@ -68,7 +68,8 @@ import Testing
     /// More slots while positions take 2 bytes.
     @Test func bytesHoldBeforeAndAfter() throws {
         for (name, packing) in CacheTests.stores {
-            let bytes = 60_001, cache = try fed(Self.few - 4, .bytes(bytes), packing)
+            let bytes = 60_001, cache = try plannedCache(.bytes(bytes), packing: packing)
+            feed(cache, to: Self.few - 4)
             let before = cache.budgets!
             #expect(cache.nbytes <= bytes && cache.nbytes > bytes * 8 / 10, "\(name)")
             for _ in 0 ..< 8 {
@@ -80,7 +81,7 @@ import Testing
     }
 
     @Test func aPackedSlotTakesSixBytesBesideItsRow() throws {
-        let cache = try fed(200, .heads([32, 32]), CacheTests.stores[1].packing)
+        let cache = try fed(200, [32, 32], CacheTests.stores[1].packing)
         let beside = cache.namedArrays.filter {
             $0.name.hasPrefix("slots.") && !$0.name.hasPrefix("slots.keys")
                 && !$0.name.hasPrefix("slots.values")

@@ -23,7 +23,7 @@ import Testing
             for attends in [true, false] where attends || !packing.packs {
                 let policy = H2OPolicies.Distinct.keysOnly
                 let cache = try H2OKVCache(
-                    .heads([48, 48]), policy: policy, attends: attends, packing: packing,
+                    [48, 48], policy: policy, attends: attends, packing: packing,
                     pressure: lowered(to: 0.5))
                 RowStream(tokens: 90).run(cache, [60] + ones(30))
                 let full = cache.fullBudgets![0]
@@ -84,7 +84,7 @@ import Testing
         let file = temporaryFile(), pressure = H2OMemoryPressure()
         defer { try? FileManager.default.removeItem(at: file) }
         let rows = RowStream(tokens: 90)
-        let saved = try (0 ..< 2).map { _ in try H2OKVCache(.heads([40, 40])) }
+        let saved = try (0 ..< 2).map { _ in try H2OKVCache([40, 40]) }
         for cache in saved { rows.run(cache, [50] + ones(10)) }
         try H2OKVCache.saveCaches(saved, to: file)
         let loaded = try H2OKVCache.loadedCaches(from: file, pressure: pressure).caches
@@ -107,7 +107,7 @@ import Testing
         #expect(pressure.fraction == 1)
         try pressure.lower(toFraction: 1)
         try pressure.lower(toFraction: 1e-9)
-        let cache = try H2OKVCache(.heads([32, 32]), pressure: pressure)
+        let cache = try H2OKVCache([32, 32], pressure: pressure)
         RowStream(tokens: 60).run(cache, [40] + ones(20))
         #expect(cache.budgets![0] >= cache.policy.leastBudget)
     }

@@ -20,7 +20,7 @@ import Testing
         }
         for length in [1, 5] {
             let cache = try H2OKVCache(
-                .heads([Self.slots, Self.slots]), policy: policy, remainder: false, rope: rope)
+                [Self.slots, Self.slots], policy: policy, remainder: false, rope: rope)
             for first in stride(from: 0, to: 100, by: length) {
                 let new = first ..< first + length
                 let keys = turned(bare.keys[0..., 0..., new], at: first)
@@ -103,7 +103,7 @@ import Testing
                 budget: .tokens(40), remainder: false, packing: H2OPacking(valueBits: 8),
                 positions: .rolling(rope))
         }
-        #expect(throws: H2OError.self) { try H2OKVCache(.tokens(40), rope: rope) }
+        #expect(throws: H2OError.self) { try H2OKVCache([40, 40], rope: rope) }
         let refused = #expect(throws: H2OError.self) {
             try H2OConfiguration(
                 budget: .tokens(40), policy: H2OPolicies.KeyDiff(), remainder: false,

@@ -113,3 +113,16 @@ extension H2OKVCache {
         }
     }
 }
+
+/// A cache of one layer, whose slots a configuration counts for rows as ``RowStream`` has them.
+func plannedCache(
+    _ budget: H2OConfiguration.Budget, policy: any H2OPolicy = H2OPolicies.Salient(),
+    packing: H2OPacking, undo: Int = 0
+) throws -> H2OKVCache {
+    let configuration = try H2OConfiguration(
+        budget: budget, policy: policy, packing: packing, undo: undo)
+    let widths = RowWidths(key: 32, value: 32, keySize: 4, valueSize: 4)
+    let kind = LayerKind(heads: 2, group: 2, widths: widths, attends: true)
+    let settings = try configuration.settings(of: [kind], nil, policy, true, nil)
+    return try H2OKVCache(settings[0], PressureShare(nil, nil))
+}

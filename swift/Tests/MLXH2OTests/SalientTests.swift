@@ -35,7 +35,7 @@ import Testing
         let rows = RowStream(tokens: 120)
         for (name, packing) in stores {
             let cache = try H2OKVCache(
-                .heads([20, 28]), policy: H2OPolicies.Salient(), packing: packing, undo: 3)
+                [20, 28], policy: H2OPolicies.Salient(), packing: packing, undo: 3)
             func check(_ step: String) {
                 guard !packing.packs else {
                     let kept = cache.namedArrays.contains { $0.name == "slots.value_lengths" }
@@ -61,7 +61,7 @@ import Testing
     }
 
     @Test func zeroValuesHaveALength() throws {
-        let cache = try H2OKVCache(.heads([20, 28])), rows = RowStream(tokens: 9)
+        let cache = try H2OKVCache([20, 28]), rows = RowStream(tokens: 9)
         let zeros = MLXArray.zeros([1, 2, 9, 32])
         _ = cache.attend(
             queries: rows.queries, keys: rows.keys, values: zeros, scale: 0.18, mask: .causal)
@@ -73,7 +73,7 @@ import Testing
         let rows = RowStream(tokens: 80)
         for (name, packing) in stores {
             let cache = try H2OKVCache(
-                .heads([20, 28]), policy: H2OPolicies.Salient(), packing: packing)
+                [20, 28], policy: H2OPolicies.Salient(), packing: packing)
             rows.run(cache, [30] + ones(10))
             var arrays = Dictionary(
                 uniqueKeysWithValues: cache.namedArrays.map { ($0.name, $0.array) })
@@ -97,7 +97,7 @@ import Testing
 
     /// Policies that do not use them have none.
     @Test func othersHaveNone() throws {
-        let cache = try H2OKVCache(.heads([20, 28]), policy: H2OPolicies.Distinct())
+        let cache = try H2OKVCache([20, 28], policy: H2OPolicies.Distinct())
         RowStream(tokens: 30).run(cache, [30])
         #expect(!cache.namedArrays.contains { $0.name.hasSuffix("value_lengths") })
     }

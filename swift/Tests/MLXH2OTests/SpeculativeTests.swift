@@ -108,7 +108,7 @@ import Testing
 
     /// Of a draft longer than what can be taken back a part stays, which the cache says.
     @Test func longerDraftsThanCanBeTakenBackAreTold() throws {
-        let cache = try H2OKVCache(.heads([20, 20]), undo: 2)
+        let cache = try H2OKVCache([20, 20], undo: 2)
         let rows = RowStream(tokens: 60)
         rows.run(cache, [30] + ones(9))
         #expect(trimPromptCache([cache], numTokens: 3) == 2 && cache.offset == 37)

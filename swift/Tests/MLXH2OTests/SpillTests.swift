@@ -27,7 +27,7 @@ import Testing
             let caches = try (0 ..< 2).map {
                 try H2OKVCache(
                     CacheSettings(
-                        .heads([24, 32]), policy: H2OPolicies.Salient(), remainder: true,
+                        [24, 32], policy: H2OPolicies.Salient(), remainder: true,
                         attends: true, packing: .dense, undo: 0),
                     PressureShare(nil, nil),
                     file: SpilledLayer(

@@ -39,7 +39,7 @@ import Testing
             try body(
                 {
                     try H2OKVCache(
-                        .heads(budgets), policy: policy, remainder: remainder,
+                        budgets, policy: policy, remainder: remainder,
                         packing: store.packing, undo: undo)
                 }, "\(policy.settings) \(store.name)")
         }
@@ -122,7 +122,7 @@ import Testing
                 }, axis: 2)
         }
         let caches = try (0 ..< 2).map { _ in
-            try H2OKVCache(.heads([20, 20]), policy: H2OPolicies.H2O(), undo: 4)
+            try H2OKVCache([20, 20], policy: H2OPolicies.H2O(), undo: 4)
         }
         for cache in caches { rows.run(cache, [24]) }
         let whole = answer(caches[0], [4]) { createCausalMask(n: $0, offset: 20) }
@@ -132,7 +132,7 @@ import Testing
 
     @Test func moreThanTheJournalHoldsIsRefused() throws {
         let rows = RowStream(tokens: 60)
-        let cache = try H2OKVCache(.heads([20, 20]), undo: 3)
+        let cache = try H2OKVCache([20, 20], undo: 3)
         rows.run(cache, [30] + ones(9))
         #expect(cache.undoableSteps == 3 && cache.isTrimmable)
         #expect(throws: H2OError.self) { try cache.undoSteps(4) }
@@ -144,10 +144,10 @@ import Testing
         try cache.resize([16])
         #expect(cache.undoableSteps == 0)
         #expect(cache.trim(1) == 0 && cache.offset == 39 && cache.failure != nil)
-        #expect(throws: H2OError.self) { try H2OKVCache(.tokens(64), undo: -1) }
+        #expect(throws: H2OError.self) { try H2OKVCache([64, 64], undo: -1) }
         #expect(throws: H2OError.self) {
             try H2OKVCache(
-                .tokens(64), policy: H2OPolicies.Streaming(), attends: false, undo: 1)
+                [64, 64], policy: H2OPolicies.Streaming(), attends: false, undo: 1)
         }
         #expect(throws: H2OError.self) { try H2OConfiguration(budget: .tokens(64), undo: -1) }
     }
@@ -155,14 +155,14 @@ import Testing
     /// What callers are told beforehand.
     @Test func trimmableIsWhatCanBeTrimmed() throws {
         let rows = RowStream(tokens: 60)
-        let without = try H2OKVCache(.heads([20, 20]))
+        let without = try H2OKVCache([20, 20])
         #expect(!without.isTrimmable)  // it would not stay so, and is asked once
         rows.run(without, [10])
         #expect(without.isTrimmable && without.isTrimmable(after: 10))
         #expect(!without.isTrimmable(after: 11))
         rows.run(without, [11])
         #expect(!without.isTrimmable && without.trim(1) == 0)
-        let with = try H2OKVCache(.heads([20, 20]), undo: 4)
+        let with = try H2OKVCache([20, 20], undo: 4)
         #expect(with.isTrimmable && with.isTrimmable(after: 20) && !with.isTrimmable(after: 21))
         rows.run(with, [30])
         #expect(with.isTrimmable && with.isTrimmable(after: 4) && !with.isTrimmable(after: 5))
@@ -170,12 +170,12 @@ import Testing
 
     @Test func copiesKeepTheJournalAndFilesDoNot() throws {
         let rows = RowStream(tokens: 60)
-        let cache = try H2OKVCache(.heads([20, 28]), policy: H2OPolicies.H2O(), undo: 4)
+        let cache = try H2OKVCache([20, 28], policy: H2OPolicies.H2O(), undo: 4)
         rows.run(cache, [30] + ones(6))
         let copy = cache.copy() as! H2OKVCache
         #expect(cache.trim(4) == 4 && copy.trim(4) == 4)
         try expectSame(copy, cache, "copy")
-        let twin = try H2OKVCache(.heads([20, 28]), policy: H2OPolicies.H2O(), undo: 4)
+        let twin = try H2OKVCache([20, 28], policy: H2OPolicies.H2O(), undo: 4)
         rows.run(cache, ones(4))
         twin.state = cache.state
         twin.metaState = cache.metaState
@@ -192,7 +192,7 @@ import Testing
             for policy in sampled(policies, step: 2) {
                 if packing.recent != nil && policy.recentSlots(20) == 0 { continue }
                 let bytes = name == "dense" ? 40_000 : 16_000, rows = RowStream(tokens: 300)
-                let cache = try H2OKVCache(
+                let cache = try plannedCache(
                     .bytes(bytes), policy: policy, packing: packing, undo: 5)
                 rows.run(cache, [120] + ones(80))
                 let full = cache.nbytes, none = cache.namedArrays.reduce(0) { $0 + $1.array.nbytes }

@@ -300,7 +300,7 @@ enum GoldenReplay {
     ) throws -> H2OKVCache {
         let settings = p["cache"], bits = settings["bits"]?.int
         let made = try CacheSettings(
-            .heads(budgets), policy: p.policy(), remainder: settings["remainder"]?.bool ?? true,
+            budgets, policy: p.policy(), remainder: settings["remainder"]?.bool ?? true,
             attends: settings["attending"]?.bool ?? true,
             packing: H2OPacking(
                 keyBits: settings["k_bits"]?.int ?? bits,
@@ -338,7 +338,7 @@ enum GoldenReplay {
         let model = try embedded.get(), prompt = inputs["prompt"]!
         let caches = try integers(p["slots"]).map {
             try H2OKVCache(
-                .heads($0), policy: p.policy(), remainder: p["remainder"].bool!)
+                $0, policy: p.policy(), remainder: p["remainder"].bool!)
         }
         func next(_ tokens: MLXArray) -> MLXArray {
             let logits = model(tokens.reshaped([1, -1]), cache: caches)
