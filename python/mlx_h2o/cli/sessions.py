@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from mlx_h2o._byte_size import size_text
 from mlx_h2o.cli.options import typed
 from mlx_h2o.cli.tables import show as show_table
 from mlx_h2o.serve.keys import token_count, tokens_of
@@ -129,15 +130,6 @@ def remove(args: argparse.Namespace) -> None:
     else:
         count = len(chosen)
         print(f"removed {count} conversation{'s' * (count != 1)}, {size_text(size)}")
-
-
-def size_text(count: int) -> str:
-    """Bytes as people read them: 7.7 MB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000  # type: ignore[assignment]
-    return f"{count:,} bytes" if unit == "bytes" else f"{count:,.1f} {unit}"
 
 
 def _fields(one: SavedConversation, note: Note | None) -> dict[str, Any]:

@@ -294,11 +294,9 @@ class Service:
         path = http.scope["raw_path"].decode("ascii").partition("?")[0].removeprefix(PAGE_ROOT)
         known = http.query_params.get("known")
         try:
-            if http.method == "POST":
-                look = views.change(path, from_json(body))
-            else:
-                look = views.view(path, known)
-            result = await self._between_steps(look)
+            fields = from_json(body) if body else None
+            method = "GET" if http.method == "HEAD" else http.method
+            result = await self._between_steps(views.view(method, path, known, fields))
         except LookupError as error:
             # While an answer is watched its prompt is still read, or it was stopped just now.
             if known is not None and http.method == "GET":

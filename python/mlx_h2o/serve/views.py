@@ -39,12 +39,14 @@ Steps = Generator[Callable[[], Any], Any, Any]
 Look = Callable[[Scheduler], Steps]
 
 
-def view(path: str, known: str | None = None) -> Look:
-    """The view for a path below the page's root.
+def view(method: str, path: str, known: str | None, body: Any) -> Look:
+    """The view, or the change, for a path below the page's root.
 
     Args:
+        method: GET, or POST for a change.
         path: The path.
         known: The number of first tokens whose texts are not wanted, as text.
+        body: The request's JSON.
 
     Raises:
         LookupError: There is no such view.
@@ -53,20 +55,14 @@ def view(path: str, known: str | None = None) -> Look:
     known = known or "0"
     if not (known.isascii() and known.isdecimal() and len(known) < 10):
         raise ValueError(f"known must be a whole number below 10^9; got {known[:60]!r}.")
-    match path.split("/"):
-        case ["conversations"]:
+    match [method, *path.split("/")]:
+        case ["GET", "conversations"]:
             return overview
-        case ["conversations", name] if name:
+        case ["GET", "conversations", name] if name:
             return lambda scheduler: conversation(scheduler, name, int(known))
-        case ["conversations", name, "half"]:
+        case ["GET", "conversations", name, "half"]:
             return lambda scheduler: at_half(scheduler, name)
-    raise LookupError("There is nothing here.")
-
-
-def change(path: str, body: Any) -> Look:
-    """The change for a path below the page's root; arguments and errors as in `view`."""
-    match path.split("/"):
-        case ["conversations", name, "pins"]:
+        case ["POST", "conversations", name, "pins"]:
             return lambda scheduler: change_pins(scheduler, name, body)
     raise LookupError("There is nothing here.")
 
