@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import mlx.nn as nn
+
 from model_coverage import BOUNDED, NOT_RUN, PARTLY, Row, row_of
 from model_matrix import packed
 from vlm_models import vlm_model
 
 #: Where a module's language model cannot be made from the tiny config.
 UNMADE = "no tiny config makes it yet"
+#: Where a bounded cache is made and does not do what the plain one does.
+FAILS = "fails"
+
+
+#: They label or embed tokens, and their language models make caches all the same.
+ENCODERS = ("lfm2_encoder", "openai_privacy_filter")
+#: What modules say that see, embed or hear, and generate no tokens.
+NO_TOKENS = ("EmbeddingOutput", "no attribute 'layers'", "no attribute 'ModelConfig'")
 
 
 def vlm_line(name: str) -> str:
-    """A module's line of docs/reference/vision-models.md."""
+    """A module's line of docs/reference/vision-models.md; empty if it generates no tokens."""
+    if name in ENCODERS:
+        return ""
     try:
         model = vlm_model(name)
+    except ModuleNotFoundError as error:
+        row = Row(NOT_RUN, f"it needs {error.name}")
     except Exception as error:  # of any module, about its config
-        row = Row(NOT_RUN, f"{UNMADE} ({type(error).__name__})")
+        row = Row(NOT_RUN, f"{UNMADE}: {type(error).__name__}: {_reason(error)}")
     else:
-        row = row_of(model)
-        if row.memory in (BOUNDED, PARTLY):
-            return f"| {name} | {row.memory} | {row.how} | {packed(model)} |"
+        try:
+            row = row_of(model)
+            if row.memory in (BOUNDED, PARTLY):
+                return f"| {name} | {row.memory} | {row.how} | {_packed(model)} |"
+        except Exception as error:
+            row = Row(FAILS, f"{type(error).__name__}: {_reason(error)}")
+    if row.memory == NOT_RUN and any(words in row.how for words in NO_TOKENS):
+        return ""
     how = " ".join(row.how.split()).replace("|", "/").replace("mlx-lm's own", "mlx-vlm's own")
     return f"| {name} | {row.memory} | {how} | |"
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition(chr(10))[0][:120]
+
+
+def _packed(model: nn.Module) -> str:
+    """Whether rows can be packed; a tiny config may have widths that cannot."""
+    try:
+        return packed(model)
+    except ValueError:
+        return "refused"
+    except AssertionError:
+        return "far off"

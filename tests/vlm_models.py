@@ -39,6 +39,7 @@ SHARED_WITH_IMAGES: dict[str, Any] = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
     "full_attn_idxs": [1],
+    "full_attention_interval": 2,
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
@@ -71,8 +72,49 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "llava_next": {"vision_type": "clip_vision_model", "text_type": "llama"},
     "llava_onevision": {"vision_type": "siglip_vision_model"},
     "gemma4": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
-    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "gemma3n": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+    },
+    "gemma3n": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "intermediate_size": [96, 96],
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "exaone4": {"sliding_window_pattern": "LG"},
+    "mimo_v2": {"moe_layer_freq": [0, 1], "hybrid_layer_pattern": [0, 1]},
+    "mimo_v2_flash": {"moe_layer_freq": [0, 1], "hybrid_layer_pattern": [0, 1]},
+    "minimax_m3": {"moe_layer_freq": [0, 1]},
+    "minimax_m3_vl": {"moe_layer_freq": [0, 1]},
+    "glm4v": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+    "glm4v_moe": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+    "paddleocr_vl": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 6, 6],
+        }
+    },
+    "hunyuan_vl": {
+        "rope_scaling": {"type": "xdrope", "xdrope_section": [4, 4, 4, 4], "alpha": 1e3}
+    },
+    "deepseek_v2": {
+        "rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4096}
+    },
+    "minicpm3": {
+        "rope_scaling": {
+            "type": "longrope",
+            "original_max_position_embeddings": 4096,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0] * 4,
+        }
+    },
+    # It asks for an image's grid where a token is one of these.
+    "minicpmv4_7": {"image_token_id": 1000, "video_token_id": 1001, "vision_start_token_id": 1002},
+    "spark2_5": {"layer_types": ["sliding_attention", "full_attention"]},
+    "step3p7": {"num_attention_groups": 2},
     "paligemma": {
         "vision_type": "siglip_vision_model",
         "query_pre_attn_scalar": 32,
@@ -91,14 +133,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 
 def vlm_names() -> list[str]:
-    """Modules of `mlx_vlm.models` with a language model."""
-    found = sorted(m.name for m in pkgutil.iter_modules(mlx_vlm.models.__path__) if m.ispkg)
-    return [name for name in found if has_language_model(name)]
-
-
-def has_language_model(name: str) -> bool:
-    module = importlib.import_module(f"mlx_vlm.models.{name}")
-    return hasattr(module, "Model") and hasattr(module, "ModelConfig")
+    """Modules of `mlx_vlm.models`, with a language model and without."""
+    return sorted(m.name for m in pkgutil.iter_modules(mlx_vlm.models.__path__) if m.ispkg)
 
 
 def config(name: str) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Write docs/reference/vision-models.md: the results of bounded caches with mlx-vlm's models.
 
-Each named module's language model is run as tests/models/test_vlm_coverage.py runs it; the other
-rows stay. Without names all rows of the page are run again.
+Each named module's language model is run as tests/models/test_vlm_coverage.py runs it, in a process
+of its own; the other rows stay. Without names all of mlx-vlm's modules are run, which takes half an
+hour.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -16,24 +18,29 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from model_coverage import BOUNDED, PARTLY, REFUSED, SMALL  # noqa: E402
-from vlm_coverage import vlm_line  # noqa: E402
+from model_coverage import BOUNDED, NOT_RUN, PARTLY, REFUSED, SMALL  # noqa: E402
+from vlm_coverage import FAILS, vlm_line  # noqa: E402
+from vlm_models import vlm_names  # noqa: E402
 
 PAGE = ROOT / "docs/reference/vision-models.md"
+#: After which a module is given up.
+SECONDS = 25
+#: What is not said by "are".
+VERBS = {FAILS: "fail"}
 HEAD = """# Models of mlx-vlm
 
 Which models of mlx-vlm are bounded, layer by layer, as [models](models.md) shows of mlx-lm's. \
 The language model of a module of `mlx_vlm.models` is run tiny, with random weights, through \
 `make_prompt_cache`: its logits are those of mlx-vlm's own caches while nothing is evicted, and \
 far beyond a budget of {small} tokens its memory has stopped growing. Rows *packed* in 8 bits \
-give logits near those. What sees images is not run here; tests/hosts/test_mlx_vlm.py reads \
-prompts with several images through Qwen2-VL and Qwen2.5-VL. A module without a row has not been \
-run yet, or has no language model.
+give logits near those, but for those that are *far off*. What sees images is not run here; \
+tests/hosts/test_mlx_vlm.py reads prompts with several images through Qwen2-VL and Qwen2.5-VL. A \
+module without a row generates no tokens.
 
     python tools/vlm_table.py
 
-Written with mlx-vlm {version}. Of the {run} modules run so far {counts}. Of the {growing} among \
-them whose memory grows, {bounded} are bounded ({percent} %).
+Written with mlx-vlm {version}. Of the {run} modules {counts}. Of the {growing} among them whose \
+memory was seen to grow, {bounded} are bounded ({percent} %).
 
 | module | memory | layers | packed |
 |---|---|---|---|
@@ -50,11 +57,12 @@ def rows_of_page() -> dict[str, str]:
 def page_of(rows: Sequence[str]) -> str:
     """The page with these lines."""
     counts = Counter(row.split(" | ")[1] for row in rows)
-    growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED]
+    verdicts = [f"{count} {VERBS.get(of, f'are {of}')}" for of, count in counts.most_common()]
+    growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED] + counts[FAILS]
     head = HEAD.format(
         small=SMALL,
         version=version("mlx-vlm"),
-        counts=", ".join(f"{count} are {memory}" for memory, count in counts.most_common()),
+        counts=", ".join(verdicts),
         growing=growing,
         run=len(rows),
         bounded=counts[BOUNDED],
@@ -63,13 +71,34 @@ def page_of(rows: Sequence[str]) -> str:
     return head + "".join(f"{row}\n" for row in rows)
 
 
+def line_of(name: str) -> str:
+    """A module's line, from a process that it may end."""
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    run = multiprocessing.get_context("fork").Process(
+        target=lambda: there.send(vlm_line(name)), daemon=True
+    )
+    run.start()
+    there.close()
+    try:
+        if here.poll(SECONDS):
+            return str(here.recv())
+        return f"| {name} | {NOT_RUN} | its tiny model takes more than {SECONDS} seconds | |"
+    except EOFError:
+        return f"| {name} | {NOT_RUN} | it ends the process | |"
+    finally:
+        run.kill()
+        run.join()
+
+
 def main(names: Sequence[str]) -> int:
     """Run modules, and write the page."""
     rows = rows_of_page()
-    for name in names or list(rows):
-        rows[name] = vlm_line(name)
-        print(rows[name], file=sys.stderr)
-    PAGE.write_text(page_of([rows[name] for name in sorted(rows)]), encoding="utf-8")
+    for name in names or vlm_names():
+        rows[name] = line_of(name)
+        print(rows[name] or f"{name} generates no tokens", file=sys.stderr, flush=True)
+        rows = {name: row for name, row in rows.items() if row}
+        lines = [rows[name] for name in sorted(rows)]
+        PAGE.write_text(page_of(lines), encoding="utf-8")
     return 0
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed here")
 
 from model_coverage import BOUNDED, PARTLY, REFUSED
-from vlm_coverage import vlm_line
+from vlm_coverage import FAILS, vlm_line
 
 TEXT = (Path(__file__).parents[2] / "docs/reference/vision-models.md").read_text(encoding="utf-8")
 ROWS = {
@@ -20,7 +20,12 @@ ROWS = {
     if line.startswith("| ") and not line.startswith("| module")
 }
 # One of each kind, in every run.
-SAMPLE = {"qwen2_vl": "M-RoPE", "gemma3": "sliding windows", "florence2": "refused"}
+SAMPLE = {
+    "qwen2_vl": "M-RoPE",
+    "gemma3": "sliding windows",
+    "paddleocr_vl": "a mask that is cut to the keys",
+    "hy_v4": "refused",
+}
 
 
 def cases() -> list[Any]:
@@ -32,6 +37,7 @@ def test_a_module_does_what_the_page_says(name):
     assert vlm_line(name) == ROWS[name], f"write it anew: python tools/vlm_table.py {name}"
 
 
-def test_of_the_modules_run_nine_of_ten_are_bounded():
+def test_of_the_modules_whose_memory_grows_94_percent_are_bounded():
     counts = Counter(row.split(" | ")[1] for row in ROWS.values())
-    assert counts[BOUNDED] >= 0.9 * (counts[BOUNDED] + counts[PARTLY] + counts[REFUSED])
+    growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED] + counts[FAILS]
+    assert counts[BOUNDED] >= 0.94 * growing

@@ -423,7 +423,8 @@ class BoundedKVCache:
             window_size: The size of a sliding window, which bounded caches refuse.
 
         Returns:
-            None or "causal", or a boolean array `[N, kept + N]` if asked.
+            None or "causal", or a boolean array `[N, keys]` if asked, for the keys that
+            `update_and_fetch` returns.
 
         Raises:
             ValueError: A sliding window is requested.
@@ -436,7 +437,8 @@ class BoundedKVCache:
         if N == 1:
             return None
         if return_array:
-            length = self.size()
+            # Models cut it to the keys that they get: all rows, or the new ones alone.
+            length = 0 if self.own else self.size()
             return mx.arange(length + N) <= mx.arange(length, length + N)[:, None]
         return "causal"
 
