@@ -22,7 +22,7 @@ from benchmarks.board.reading import Reading, plain, reading_of
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.compression.rereading import REPEAT
+from mlx_h2o.compression.twice import REPEAT
 from mlx_h2o.evaluate.reader import Reader, no_progress
 from mlx_h2o.hosts.stock_caches import stock_caches
 

@@ -18,6 +18,7 @@ from benchmarks.board.rivals import OURS, Read, Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.compression.compress import compress_into
+from mlx_h2o.compression.twice import Reading as TwoReadings
 from mlx_h2o.evaluate.methods import (
     FULL,
     PACKED,
@@ -158,10 +159,11 @@ def _compressed(method: Method, fitted: bool) -> Read:
         def after(reader: Reader, part: Task) -> list[Any]:
             prompt = mx.array(part.prompts)
             sized = replace(method, tokens=_size(part, share))
-            empty = sized.make(reader.model, prompt.shape[1])
-            of = reader.model, reader.tokenizer, prompt
+            cache = sized.make(reader.model, prompt.shape[1])
             room = len(part.continuations[0])
-            return compress_into(empty, *of, room=room, chunk=reader.chunk, fitted=fitted)
+            how = TwoReadings(chunk=reader.chunk, room=room, fitted=fitted)
+            compress_into(cache, reader.model, reader.tokenizer, prompt, how)
+            return cache
 
         # Rows of a batch would share one layout of slots.
         return reading_of(reader, task, after, one_by_one=True)

@@ -20,7 +20,17 @@ from mlx_h2o.loading.load import SAMPLE_TEXT
 # Long enough that a cache of 48 evicts while it is read.
 PROMPT = " ".join(SAMPLE_TEXT.read_text(encoding="utf-8").split()[:60])
 GENERATE = ["generate", "--model", "builtin:recall-4m"]
-SMALL = [*GENERATE, "--prompt", PROMPT, "--max-kv-size", "48", "--max-tokens", "12"]
+SMALL = [
+    *GENERATE,
+    "--prompt",
+    PROMPT,
+    "--max-kv-size",
+    "48",
+    "--max-tokens",
+    "12",
+    "--reading",
+    "once",
+]
 
 
 def as_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -133,7 +143,8 @@ def test_the_prompt_may_come_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    piped = as_json([*GENERATE, "-p", "-", "--max-kv-size", "48", "-m", "12"], capsys)
+    small = ["--max-kv-size", "48", "-m", "12", "--reading", "once"]
+    piped = as_json([*GENERATE, "-p", "-", *small], capsys)
     assert piped["tokens"] == as_json(SMALL, capsys)["tokens"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.layer.value_fit import least_squares
+from mlx_h2o.layer.value_fit import AllRows, least_squares
 from mlx_h2o.slots.packed import dense
 
 B, HQ, H, T, D = 2, 4, 2, 60, 64
@@ -22,13 +22,21 @@ def rows():
     return keys, values, 3 * mx.repeat(keys, HQ // H, axis=1) + noise
 
 
-def held(rows, slots, **settings):
-    """A cache that keeps the first so many rows of each head."""
-    keys, values, _ = rows
-    cache = mlx_h2o.H2OKVCache(max_size=slots, policy="h2o", **settings)
-    worths = mx.broadcast_to(-mx.arange(T).astype(mx.float32), (B, H, T))
-    cache.hold(keys, values, worths, mx.zeros((B, H, T)))
-    return cache
+def kept(rows, slots, **settings):
+    """A cache that keeps the first so many rows of each head, and all rows before that."""
+    keys, values, queries = rows
+    cache = mlx_h2o.H2OKVCache(budgets=[T] * H, policy="h2o", **settings)
+    cache.attend(queries, *cache.update_and_fetch(keys, values), scale=D**-0.5, mask="causal")
+    before = AllRows.of(cache.layer)
+    worths = [-mx.broadcast_to(mx.arange(T).astype(mx.float32), (B, T))] * H
+    cache.keep_best(worths, [slots] * H)
+    return cache, before
+
+
+def fit(cache, before, rows, anchor=0.0):
+    count = len(cache.slots(cache.store.runs[0]).positions[0, 0])
+    anchors = [np.full((B, count), anchor, np.float32)] * H
+    cache.fit_values(before, AttentionCall(rows[2], D**-0.5), anchors)
 
 
 def values_of(cache):
@@ -59,26 +67,49 @@ def error(cache, rows):
 
 @pytest.mark.parametrize("settings", [{}, {"remainder": False}, {"bits": 6}])
 def test_attention_to_kept_rows_comes_nearer_to_that_to_all(rows, settings):
-    cache = held(rows, 24, saturation=0.0, **settings)
-    before, keys = error(cache, rows), mx.array(cache.arrays()["slots.keys"])
-    cache.fit_values(rows[0], rows[1], AttentionCall(rows[2], D**-0.5))
-    assert error(cache, rows) < 0.85 * before
+    cache, before = kept(rows, 24, saturation=0.0, **settings)
+    apart, keys = error(cache, rows), mx.array(cache.arrays()["slots.keys"])
+    fit(cache, before, rows)
+    assert error(cache, rows) < 0.85 * apart
     assert mx.array_equal(cache.arrays()["slots.keys"], keys)
 
 
+def test_values_that_are_anchored_stay(rows):
+    cache, before = kept(rows, 24, saturation=0.0)
+    values = mx.array(values_of(cache))
+    fit(cache, before, rows, anchor=1e9)
+    assert mx.allclose(values_of(cache), values, atol=1e-4)
+    fit(cache, before, rows)
+    assert not mx.allclose(values_of(cache), values, atol=1e-2)
+
+
 def test_values_stay_where_nothing_was_evicted(rows):
-    cache = held(rows, T + 8)
-    before = mx.array(values_of(cache))
-    cache.fit_values(rows[0], rows[1], AttentionCall(rows[2], D**-0.5))
-    assert mx.allclose(values_of(cache), before, atol=1e-3)
+    cache, before = kept(rows, T)
+    values = mx.array(values_of(cache))
+    fit(cache, before, rows)
+    assert mx.allclose(values_of(cache), values, atol=1e-3)
+
+
+def test_the_target_has_the_remainder_of_before(rows):
+    """Rows that went before the block was read go on answering in what the fit aims at."""
+    cache, _ = kept(rows, 30, saturation=0.0)
+    before = AllRows.of(cache.layer)
+    assert before.remainder is not None
+    values = mx.array(values_of(cache))
+    fit(cache, before, rows)
+    assert mx.allclose(values_of(cache), values, atol=1e-3)
 
 
 def test_the_fit_is_a_ridge_regression():
     """Exact without a ridge, the start with a heavy one; rows without weight stay."""
     rng = np.random.default_rng(0)
     weights, wanted, start = (rng.random(shape) for shape in ((9, 4), (9, 3), (4, 3)))
-    best = np.linalg.lstsq(weights, wanted, rcond=None)[0]
-    assert np.allclose(least_squares(weights, wanted, start, 0.0), best, atol=1e-4)
-    assert np.allclose(least_squares(weights, wanted, start, 1e9), start, atol=1e-4)
+    best, none = np.linalg.lstsq(weights, wanted, rcond=None)[0], np.zeros(4)
+    assert np.allclose(least_squares(weights, wanted, start, 0.0, none), best, atol=1e-4)
+    assert np.allclose(least_squares(weights, wanted, start, 1e9, none), start, atol=1e-4)
     weights[:, 2] = 0
-    assert np.allclose(least_squares(weights, wanted, start, 0.0)[2], start[2])
+    assert np.allclose(least_squares(weights, wanted, start, 0.0, none)[2], start[2])
+    anchors = np.array([1e12, 0, 0, 0])
+    anchored = least_squares(weights, wanted, start, 0.0, anchors)
+    assert np.allclose(anchored[0], start[0])
+    assert not np.allclose(anchored[1], start[1], atol=1e-2)

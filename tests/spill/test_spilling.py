@@ -241,10 +241,12 @@ def test_several_sequences_at_once_have_no_file(tmp_path):
     assert "several" in cache.spill.failure
 
 
-def test_a_prompt_held_by_a_compressor_is_in_the_file(tmp_path):
+def test_rows_that_a_second_reading_drops_are_in_the_file(tmp_path):
     cache = cache_of(tmp_path, bits=6, frame=True)
-    _, k, v = rows_of(100, 0)
-    cache.hold(k, v, mx.random.normal((1, HEADS, 100)), mx.zeros((1, HEADS, 100)))
+    cache.resize([100] * HEADS)
+    q, k, v = rows_of(100, 0)
+    cache.attend(q, *cache.update_and_fetch(k, v), scale=SCALE, mask="causal")
+    cache.keep_best([mx.random.normal((1, 100)) for _ in range(HEADS)], [30] * HEADS)
     require_slots_in_file(cache)
     for i in range(30):
         step(cache, 1, i)

@@ -15,8 +15,7 @@ from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.layer import eviction
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.step import update_and_attend
-from mlx_h2o.layer.value_fit import fit_values
-from mlx_h2o.slots.pins import true_positions
+from mlx_h2o.layer.value_fit import AllRows, Rows, fit_values
 from mlx_h2o.slots.softmax import Mask
 
 
@@ -99,56 +98,24 @@ class H2OKVCache(BoundedKVCache):
             )
         return update_and_attend(layer, AttentionCall(q, scale, mask, sinks, softcap), k, v)
 
-    def hold(
-        self, keys: mx.array, values: mx.array, worths: mx.array, rates: mx.array, room: int = 0
-    ) -> None:
-        """Store a whole prompt's rows, and keep those worth most in each head.
-
-        For compressors, which read the prompt elsewhere; nothing attends here.
+    def keep_best(self, worths: Sequence[mx.array], budgets: Sequence[int], room: int = 0) -> None:
+        """Keep the rows worth most in each head by a measure of the caller's.
 
         Args:
-            keys: `[B, Hk, T, D]` with RoPE applied at 0 to T - 1.
-            values: `[B, Hk, T, Dv]`.
-            worths: The worth of each row, `[B, Hk, T]`.
-            rates: The attention mass per step of each row, `[B, Hk, T]`, from which scores start in
-                policies that use attention.
+            worths: The worth of each KV head's rows, `[B, N]`, in the order of its slots.
+            budgets: Slots of each head from now on.
             room: Slots of each head's budget that stay free for later tokens.
 
         Raises:
-            ValueError: This cache holds tokens already, or the rows do not suit it.
+            ValueError: The budgets are too small, or not one for each head.
         """
-        if self.offset:
-            raise ValueError("This cache holds something already: make a new one.")
-        if self._unopened.rope is not None:
-            raise ValueError(
-                "A prompt's rows keep the positions where they were read: omit positions."
-            )
-        layer = self._opened(keys, values)
-        if layer.window is not None:
-            raise ValueError("The newest tokens have a width of their own: omit recent_bits.")
-        if layer.settings.frame is not None:
-            keys = layer.settings.frame.enter(keys)
-        attended, of_heads = layer.take_in(keys, values), []
-        for run, fields in zip(layer.runs, attended, strict=True):
-            if "scores" in fields:
-                ages = layer.offset - true_positions(fields["positions"]).astype(mx.float32)
-                rate = rates[:, run.first : run.last]
-                fields["scores"] = rate * ages if layer.policy.sums_mass else rate
-            of_heads.append(worths[:, run.first : run.last])
-        eviction.hold_best(layer, attended, of_heads, room)
-        mx.eval(self.arrays())
+        eviction.keep_best(self._held(), self.resized_settings(budgets), worths, room)
+        self._evaluate()
 
-    def fit_values(self, keys: mx.array, values: mx.array, call: AttentionCall) -> None:
-        """Fit the values kept of a prompt, after `hold` (`layer/value_fit.py`).
-
-        Args:
-            keys: All of the prompt's keys, as given to `hold`.
-            values: All of its values.
-            asked: Queries `[B, Hq, n, D]` whose attention the kept rows should give.
-        """
-        assert self._layer is not None, "hold() comes first"
-        fit_values(self._layer, keys, values, call)
-        mx.eval(self.arrays())
+    def fit_values(self, before: AllRows, call: AttentionCall, anchors: Sequence[Rows]) -> None:
+        """Fit the values kept, after `keep_best`; arguments as in `layer/value_fit.py`."""
+        fit_values(self._held(), before, call, anchors)
+        self._evaluate()
 
     def _taken_from_hand(self) -> tuple[Layer, tuple[mx.array, mx.array]]:
         """The layer, and the rows returned last."""

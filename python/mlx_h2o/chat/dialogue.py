@@ -20,6 +20,7 @@ from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.caches.peak import PeakMemory
 from mlx_h2o.chat.kept_tokens import remembered, token_texts
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
+from mlx_h2o.compression.reading import Progress, Readings, no_progress, read_prompt
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.trained_length import past_training
@@ -47,6 +48,7 @@ class Dialogue:
         rules: The rules that pin parts of each turn as it comes; roles and texts must be in the
             first turn that has them.
         carry: How much of the past counts in each new turn (`layer/pins_and_turns.py`).
+        reading: How long turns are read (`compression/reading.py`).
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Dialogue:
         system: str | None = None,
         rules: PinRules | None = None,
         carry: float | str = 1.0,
+        reading: Readings = "once",
     ):
         if system is not None and not tokenizer.has_chat_template:
             raise ValueError("This model has no chat template, and so no system prompt.")
         self._model, self._tokenizer, self._make_cache = model, tokenizer, make_cache
         self._system, self._rules, self._carry = system, rules or PinRules(), carry
+        self._reading: Readings = reading
         self.clear()
 
     def clear(self) -> None:
@@ -76,13 +80,16 @@ class Dialogue:
 
     # -- turns ------------------------------------------------------------------------------------
 
-    def reply(self, text: str, max_tokens: int, **options: Any) -> Generator[Any, None, None]:
+    def reply(
+        self, text: str, max_tokens: int, progress: Progress = no_progress, **options: Any
+    ) -> Generator[Any, None, None]:
         """Read the user's text; yield the reply as mlx-lm's `stream_generate` does.
 
         Args:
             text: The user's text.
             max_tokens: The most tokens of the reply.
-            options: Options of `stream_generate`.
+            progress: Called with the tokens read so far, and all of them.
+            options: Other options of `stream_generate`.
         """
         begun = bool(self.tokens)
         messages = self._messages(text)
@@ -93,8 +100,15 @@ class Dialogue:
         said: list[int] = []
         reading = PeakMemory(describe(self.cache).nbytes)
         try:
+            of_model = self._model, self._tokenizer
+            read = read_prompt(*of_model, new, self.cache, self._reading, progress)
             for response in stream_generate(
-                self._model, self._tokenizer, new, max_tokens, prompt_cache=self.cache, **options
+                *of_model,
+                new[read:],
+                max_tokens,
+                prompt_cache=self.cache,
+                prompt_progress_callback=no_progress if read else progress,
+                **options,
             ):
                 if not said:
                     self._peak = reading.most

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_h2o._files import cache_folder, require_writable
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.cli import interrupts
 from mlx_h2o.cli.chat_lines import line_reader
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
+    add_reading_option,
     bounded_cache,
     cache_settings,
     load_model,
@@ -72,6 +75,7 @@ def add_parser(commands: Any) -> None:
         "--load", metavar="FILE", type=Path, help="go on with a conversation that was saved"
     )
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_reading_option(parser)
     add_pin_options(parser)
     parser.set_defaults(run=run)
 
@@ -91,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
         args.system_prompt,
         rules,
         args.carry,
+        args.reading,
     )
     sampler = make_sampler(args.temp, args.top_p)
     if args.load is not None:
@@ -184,10 +189,17 @@ class Talk:
         """Take one turn; Ctrl-C ends the reply, and the conversation goes on."""
         self._last = line
         speed = 0.0
-        replies = self._dialogue.reply(line, self._args.max_tokens, sampler=self._sampler)
+        bar = ExitStack()
+        replies = self._dialogue.reply(
+            line,
+            self._args.max_tokens,
+            bar.enter_context(progress_bar("reading", "tokens", transient=True)),
+            sampler=self._sampler,
+        )
         try:
-            with interrupts.after_this_step() as interrupted:
+            with bar, interrupts.after_this_step() as interrupted:
                 for response in replies:
+                    bar.close()
                     print(response.text, end="", flush=True)
                     speed = response.generation_tps
                     self._interrupted = interrupted()

@@ -30,7 +30,7 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.compression.compress import CHUNK, DEFAULT_SIZE, compress_prompt
+from mlx_h2o.compression.compress import DEFAULT_SIZE, compress_prompt
 from mlx_h2o.compression.distillation import MOST_STEPS, tokens_of_work
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata
@@ -73,10 +73,6 @@ def add_parser(commands: Any) -> None:
         help="put the text into the model's chat template, as the system's message",
     )  # fmt: skip
     parser.add_argument(
-        "--chunk", type=int, default=CHUNK, metavar="N",
-        help="tokens read at once (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
         "--steps", type=int, default=0, metavar="N",
         help="steps of a gradient that moves the kept rows until the model predicts as with the "
         "whole prompt: a third less is lost after some 160, which take minutes (default: "
@@ -91,7 +87,6 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Read the document twice, keep rows, write them, and report sizes."""
     _checks.whole("--room", args.room, 0)
-    _checks.whole("--chunk", args.chunk, 1)
     _checks.whole("--steps", args.steps, 0, MOST_STEPS)
     require_writable("--out", args.out)
     rules = pin_rules(args)
@@ -153,7 +148,6 @@ def compressed(
                 tokens,
                 args.to,
                 room=args.room,
-                chunk=args.chunk,
                 tell=lambda more: bar(bar.done + more, bar.whole),
                 steps=args.steps,
                 bits=args.kv_bits,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
+    add_reading_option,
     argument_text,
     bounded_cache,
     cache_settings,
@@ -34,6 +37,7 @@ from mlx_h2o.cli.options import (
     load_model,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
+from mlx_h2o.compression.reading import no_progress, read_prompt
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.trained_length import past_training
@@ -71,6 +75,7 @@ def add_parser(commands: Any) -> None:
     )
     sampling.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_reading_option(parser)
     add_pin_options(parser)
     parser.add_argument(
         "--prompt-cache-file", metavar="FILE", type=Path,
@@ -111,17 +116,7 @@ def run(args: argparse.Namespace) -> None:
         offset = max(entry.offset for _, entry in bounded_layers(cache))
         pin(cache, spans_for(rules, tokenizer, prompt, messages, offset))
     text, tokens, reading = "", [], PeakMemory(describe(cache).nbytes)
-    with progress_bar("reading the prompt", "tokens", transient=True) as bar:
-        responses = stream_generate(
-            model,
-            tokenizer,
-            prompt,
-            max_tokens=args.max_tokens,
-            sampler=make_sampler(args.temp, args.top_p),
-            prompt_cache=cache,
-            prompt_progress_callback=bar,
-        )
-        first = next(responses)
+    responses, first, prompt_read = begin(args, model, tokenizer, prompt, cache)
     peak = reading.most
     for response in chain([first], responses):
         text += response.text
@@ -132,7 +127,8 @@ def run(args: argparse.Namespace) -> None:
         print(flush=True)
     if (warning := past_training(model, cache)) is not None:
         print(warning, file=sys.stderr)
-    report = closing_report(cache, response, peak) | {"text": text, "tokens": tokens}
+    report = prompt_read | closing_report(cache, response, peak)
+    report |= {"text": text, "tokens": tokens}
     if args.save_prompt_cache is not None:
         write_kept(
             args.save_prompt_cache,
@@ -144,6 +140,45 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps({"model": args.model, **report}))
     else:
         print("\n".join(report_lines(report)), file=sys.stderr)
+
+
+def begin(
+    args: argparse.Namespace, model: nn.Module, tokenizer: Any, prompt: list[int], cache: list[Any]
+) -> tuple[Iterator[Any], Any, dict[str, Any]]:
+    """Read the prompt, once or twice, and generate the first token.
+
+    Args:
+        args: The command's options.
+        model: The model.
+        tokenizer: Its tokenizer.
+        prompt: The prompt's tokens.
+        cache: The model's caches.
+
+    Returns:
+        The responses that follow, the first one, and how the prompt was read, for the report.
+    """
+    began = time.monotonic()
+    with progress_bar("reading the prompt", "tokens", transient=True) as bar:
+        read = read_prompt(model, tokenizer, prompt, cache, args.reading, bar)
+        responses = stream_generate(
+            model,
+            tokenizer,
+            prompt[read:],
+            max_tokens=args.max_tokens,
+            sampler=make_sampler(args.temp, args.top_p),
+            prompt_cache=cache,
+            prompt_progress_callback=no_progress if read else bar,
+        )
+        first = next(responses)
+    return (
+        responses,
+        first,
+        {
+            "prompt_tokens": len(prompt),
+            "prompt_readings": 2 if read else 1,
+            "prompt_tps": len(prompt) / (time.monotonic() - began),
+        },
+    )
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -266,8 +301,6 @@ def closing_report(cache: list[Any], response: Any, peak: int) -> dict[str, Any]
     layers = describe(cache, peak)
     bounded = [entry for _, entry in bounded_layers(cache)]
     return {
-        "prompt_tokens": response.prompt_tokens,
-        "prompt_tps": response.prompt_tps,
         "generation_tokens": response.generation_tokens,
         "generation_tps": response.generation_tps,
         "finish_reason": response.finish_reason,
@@ -281,9 +314,10 @@ def closing_report(cache: list[Any], response: Any, peak: int) -> dict[str, Any]
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The closing report for people."""
+    twice = ", read twice" if report["prompt_readings"] == 2 else ""
     return [
         "-" * 10,
-        f"prompt: {report['prompt_tokens']} tokens, {report['prompt_tps']:.1f} tokens/s; "
+        f"prompt: {report['prompt_tokens']} tokens{twice}, {report['prompt_tps']:.1f} tokens/s; "
         f"generation: {report['generation_tokens']} tokens, "
         f"{report['generation_tps']:.1f} tokens/s",
         f"memory: {report['memory']}",

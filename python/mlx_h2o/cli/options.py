@@ -17,6 +17,7 @@ from mlx_h2o._byte_size import USUAL_CONTEXT, memory_size
 from mlx_h2o.budgets.options import policy_and_options
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, POSITIONS, PROFILES, ModelSettings
 from mlx_h2o.caches.trained_length import PastTraining
+from mlx_h2o.compression.reading import LONGEST, READINGS, SECONDS
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import DEFAULT_MODEL, EMBEDDED_MODEL, load
 from mlx_h2o.models.make import bounded_caches
@@ -99,6 +100,16 @@ def add_cache_options(
         help=f"pack keys and values in 2, 3, 4, 5, 6 or 8 bits; {UNPACKED}: not",
     )  # fmt: skip
     _add_spill_option(group)
+
+
+def add_reading_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of how long prompts are read."""
+    parser.add_argument(
+        "--reading", choices=READINGS, default=READINGS[0],
+        help="read what does not fit the memory once; or twice, which shows what is worth keeping "
+        f"and doubles the time; auto: twice up to {LONGEST:,} tokens if it takes less than "
+        f"{SECONDS:.0f} s (default: %(default)s)",
+    )  # fmt: skip
 
 
 def _add_positions_option(group: argparse._ArgumentGroup) -> None:

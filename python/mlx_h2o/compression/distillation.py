@@ -14,7 +14,8 @@ rounding. At the end they are packed as before, so a cache has the bytes that it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,9 +25,10 @@ import mlx.optimizers as optim
 
 from mlx_h2o.attention.backends.reference import softcapped
 from mlx_h2o.attention.call import AttentionCall, Looking
-from mlx_h2o.compression.rereading import REPEAT, RereadCache, Tell, looking_caches
-from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.compression.twice import CHUNK, REPEAT
+from mlx_h2o.hosts.cache_lists import replaced
 from mlx_h2o.hosts.loaded import is_plain, logits_of
+from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.slots.packed import dense
 
@@ -44,6 +46,8 @@ NO_ROW = -1e9
 NAMES = ("keys", "values")
 
 Rows = dict[str, mx.array]
+#: Called with the number of further tokens done.
+Tell = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,6 @@ def distil(
     model: nn.Module,
     tokenizer: Any,
     tokens: mx.array,
-    caches: Sequence[Any],
     bounded: Sequence[Any],
     steps: int,
     tell: Tell,
@@ -196,22 +199,24 @@ def distil(
         model: An mlx-lm model.
         tokenizer: Its tokenizer.
         tokens: The prompt, `[1, T]`.
-        caches: The model's own full caches, which have read the prompt; they stay as they are.
-        bounded: The bounded caches in the place of the plain ones; their rows change.
+        bounded: The bounded caches, which have read it; their rows change.
         steps: Steps of Adam.
         tell: Called with the number of further tokens done, `tokens_of_work` in all.
 
     Raises:
         ValueError: An operation of the model has no gradient; nothing was changed.
     """
-    taught = lessons(model, tokenizer, tokens, caches, tell)
+    full = full_reading(model, tokens)
+    taught = lessons(model, tokenizer, tokens, full, tell)
     kept = [Kept(cast(Layer, entry.layer)) for entry in bounded]
     moves = [{name: mx.zeros_like(rows) for name, rows in of.rows.items()} for of in kept]
-    full = [entry for _, entry in entries(caches) if is_plain(entry)]
 
-    def predictions(lesson: Lesson, plain: Sequence[Looking]) -> mx.array:
-        logits = logits_of(model, lesson.tokens, looking_caches(caches, plain))
-        logits = logits[:, lesson.first :].astype(mx.float32)
+    def predictions(lesson: Lesson, learning: Sequence[Looking] = ()) -> mx.array:
+        own = [e if learning and is_plain(e) else copy.deepcopy(e) for e in full]
+        again = iter(learning)
+        if learning:
+            own = [replaced(entry, lambda: next(again)) for entry in own]
+        logits = logits_of(model, lesson.tokens, own)[:, lesson.first :].astype(mx.float32)
         logarithms: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return logarithms
 
@@ -226,7 +231,7 @@ def distil(
     optimizer, gradient_of = optim.Adam(learning_rate=RATE), mx.grad(apart)
     for i in range(steps):
         lesson = taught[i % len(taught)]
-        wanted = predictions(lesson, [RereadCache(entry, 0) for entry in full])
+        wanted = predictions(lesson)
         mx.eval(wanted)
         try:
             gradient = gradient_of(moves, lesson, wanted)
@@ -242,6 +247,15 @@ def distil(
         of.write(of.moved(move))
 
 
+def full_reading(model: nn.Module, tokens: mx.array) -> list[Any]:
+    """The model's own full caches, which have read a prompt."""
+    full = stock_caches(model)
+    for start in range(0, tokens.shape[1], CHUNK):
+        logits_of(model, tokens[:, start : start + CHUNK], full)
+        mx.eval([entry.state for entry in full])
+    return full
+
+
 def lessons(
     model: nn.Module, tokenizer: Any, tokens: mx.array, caches: Sequence[Any], tell: Tell
 ) -> list[Lesson]:
@@ -251,7 +265,7 @@ def lessons(
         model: An mlx-lm model.
         tokenizer: Its tokenizer.
         tokens: The prompt, `[1, T]`.
-        caches: As in `distil`.
+        caches: The model's own full caches, which have read the prompt; they stay as they are.
         tell: As in `distil`.
     """
     request = mx.array([tokenizer.encode(REPEAT, add_special_tokens=False)], tokens.dtype)

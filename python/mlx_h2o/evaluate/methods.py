@@ -20,6 +20,7 @@ from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES, ModelSettings, budgets_of_model
 from mlx_h2o.calibration.first_use import profile_at_load
 from mlx_h2o.compression.compress import compress_into
+from mlx_h2o.compression.twice import Reading
 from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits
 from mlx_h2o.evaluate.reader import Reader, Tell, read
 from mlx_h2o.hosts.layer_probe import identity_by_kinds, layer_kinds
@@ -214,14 +215,10 @@ class Compressor(Method):
     def after(self, reader: Reader, tokens: mx.array, context: int, tell: Tell) -> list[Any]:
         # Question and answer get the rest of the bytes, and nothing beyond them.
         room = context - tokens.shape[1] + ANSWER
-        return compress_into(
-            super().make(reader.model, context),
-            *(reader.model, reader.tokenizer, tokens),
-            room=room,
-            within=True,
-            chunk=reader.chunk,
-            tell=tell,
-        )
+        cache = super().make(reader.model, context)
+        reading = Reading(chunk=reader.chunk, room=room, within=True)
+        compress_into(cache, reader.model, reader.tokenizer, tokens, reading, tell=tell)
+        return cache
 
 
 def _packed(model: nn.Module, label: str) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from mlx_lm.models import cache as mlx_lm_cache
@@ -39,10 +39,16 @@ def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{i}", entry
 
 
-def replaced(entry: Any, make: Any) -> Any:
-    """A cache list's entry with each plain KV cache replaced, members of a CacheList too."""
+def replaced(entry: Any, make: Any, applies: Callable[[Any], bool] = is_plain) -> Any:
+    """A cache list's entry with some caches replaced, members of a CacheList too.
+
+    Args:
+        entry: The entry.
+        make: Makes the cache in the place of another.
+        applies: Whether a cache is replaced: by default each plain KV cache.
+    """
     if is_cache(entry, "CacheList"):
-        members = [replaced(member, make) for member in entry.caches]
+        members = [replaced(member, make, applies) for member in entry.caches]
         host = library_of(entry)
         return listed(members, *[host.caches.CacheList] if host else [])
-    return make() if is_plain(entry) else entry
+    return make() if applies(entry) else entry

@@ -114,22 +114,25 @@ def agreed(settings: CacheSettings, priority: mx.array) -> mx.array:
     return mx.broadcast_to(mean, priority.shape)
 
 
-def hold_best(
-    layer: Layer, attended: Sequence[Fields], worths: Sequence[mx.array], room: int
-) -> None:
-    """Keep the rows worth most of those that came without attention; recent rows are not protected.
+def keep_best(layer: Layer, settings: CacheSettings, worths: Sequence[mx.array], room: int) -> None:
+    """Keep the rows worth most by another measure than the policy's; recent rows may go.
 
     Args:
         layer: The layer that owns the slots.
-        attended: For each run, the fields of all its rows.
-        worths: For each run, the worth of its rows, `[B, heads, N]`.
-        room: Slots of each head that stay free for later tokens.
+        settings: The settings with each head's budget from now on.
+        worths: The worth of each head's rows, `[B, N]`.
+        room: Slots of each head's budget that stay free for later tokens.
     """
+    assert settings.budgets is not None
+    layer.regroup(settings, settings.budgets)
     best = []
-    for run, fields, worth in zip(layer.runs, attended, worths, strict=True):
+    for run, fields in zip(layer.runs, layer.attended(), strict=True):
+        worth = mx.stack(list(worths[run.first : run.last]), axis=1)
         may_go = fields["positions"] >= layer.policy.sink
         best.append(_best(layer, run, fields, worth, run.budget - room, may_go))
     layer.keep(best)
+    # Heads whose rows are now as many form one run.
+    layer.regroup(settings, settings.budgets)
     choose_victims(layer)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -13,9 +14,11 @@ from mlx_h2o import make_prompt_cache
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.cli import main
-from mlx_h2o.compression import compress
-from mlx_h2o.compression.compress import compress_into, shared_out
-from mlx_h2o.compression.rereading import read_twice
+from mlx_h2o.compression import twice
+from mlx_h2o.compression.compress import compress_into
+from mlx_h2o.compression.reading import read_prompt
+from mlx_h2o.compression.second_reading import SecondReading, looking_caches
+from mlx_h2o.compression.twice import Reading, shared_out
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from tiny_models import Characters, kept_positions, tiny_model
 
@@ -27,46 +30,37 @@ def prompt():
     return mx.random.randint(0, 100, (2, 70), key=mx.random.key(4))
 
 
+def second_reading(model, prompt, repeat, chunk):
+    """A bounded cache that has read a prompt, and what a second reading gives in each layer."""
+    cache = make_prompt_cache(model, 80, budgets="uniform", policy="h2o")
+    model(prompt, cache=cache)
+    looks = [SecondReading(entry.layer, 0) for entry in cache]
+    request = mx.broadcast_to(mx.array([repeat]), (prompt.shape[0], len(repeat)))
+    for first in range(0, prompt.shape[1], chunk):
+        again = mx.concatenate([request, prompt[:, first : first + chunk]], axis=1)
+        mx.eval(model(again, cache=looking_caches(cache, looks)))
+    return cache, looks
+
+
 @pytest.mark.parametrize("chunk", [9, 70])
-def test_the_second_reading_is_a_plain_one_and_changes_nothing(prompt, chunk):
-    """Masses are those of one pass over prompt, request and chunk, however it is cut."""
-    model, repeat = tiny_model("llama"), [3, 1, 4]
-    reading = read_twice(model, prompt, repeat, chunk, lambda _: None)
+def test_a_second_reading_changes_nothing(prompt, chunk):
+    model = tiny_model("llama")
+    cache, looks = second_reading(model, prompt, [3, 1, 4], chunk)
     plain = stock_prompt_cache(model)
     model(prompt, cache=plain)
-    for (keys, values), entry in zip(reading.rows, plain, strict=True):
-        assert mx.allclose(keys, entry.keys[..., :70, :], atol=1e-4)
-        assert mx.allclose(values, entry.values[..., :70, :], atol=1e-4)
-    queries = 70 + len(repeat) * -(-70 // chunk)
-    for worth, rate in zip(reading.worths, reading.rates, strict=True):
-        assert worth.shape == rate.shape == (2, 2, 70)
-        assert mx.all(worth > 0)
-        assert mx.all(worth <= 1)
-        assert mx.all(rate <= worth + 1e-6)
-        # What the prompt receives and what the chunk keeps to itself is all of each query.
-        assert mx.all(rate.sum(axis=-1) * queries < queries)
+    for entry, full, look in zip(cache, plain, looks, strict=True):
+        assert entry.offset == 70
+        (run,) = entry.store.runs
+        assert mx.allclose(entry.store.view(run, "keys"), full.keys[..., :70, :], atol=1e-4)
+        (worth,) = look.worths
+        assert worth.shape == (2, 2, 70)
+        assert mx.all((worth > 0) & (worth <= 1))
 
 
-@pytest.mark.parametrize("fitted", [True, False])
-def test_queries_are_kept_only_to_fit_values_by(prompt, fitted, monkeypatch, tmp_path):
-    model, readings = tiny_model("llama"), []
-
-    def read(*args):
-        readings.append(read_twice(*args))
-        return readings[-1]
-
-    monkeypatch.setattr(compress, "read_twice", read)
-    for spill in (None, tmp_path):
-        empty = make_prompt_cache(model, 40, budgets="uniform", spill=spill)
-        compress_into(empty, model, Characters(), prompt[:1], fitted=fitted)
-    with_and_without = [[one.q.size > 0 for one in reading.calls] for reading in readings]
-    assert with_and_without == [[True, True] if fitted else [], []]
-
-
-def test_masses_are_those_of_one_pass_over_everything(prompt):
+def test_worths_are_those_of_one_pass_over_everything(prompt):
     """The first layer's, by hand: its queries and keys do not depend on what is attended to."""
     model, repeat = tiny_model("llama", num_hidden_layers=1), [3, 1, 4]
-    reading = read_twice(model, prompt, repeat, 70, lambda _: None)
+    _, (look,) = second_reading(model, prompt, repeat, 70)
     whole = mx.concatenate([prompt, mx.broadcast_to(mx.array([repeat]), (2, 3)), prompt], axis=1)
     attention = model.layers[0].self_attn
     x = model.layers[0].input_layernorm(model.model.embed_tokens(whole))
@@ -82,12 +76,29 @@ def test_masses_are_those_of_one_pass_over_everything(prompt):
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         expected = weights[:, :, 70:, :70].max(axis=(1, 2))
-        assert np.allclose(np.array(reading.worths[0][:, h]), expected, atol=1e-4)
+        assert np.allclose(np.array(look.worths[0][:, h]), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_queries_are_kept_only_to_fit_values_by(prompt, fitted, monkeypatch, tmp_path):
+    model, looks = tiny_model("llama"), []
+
+    class Noted(SecondReading):
+        def __init__(self, *given):
+            super().__init__(*given)
+            looks.append(self)
+
+    monkeypatch.setattr(twice, "SecondReading", Noted)
+    for spill in (None, tmp_path):
+        cache = make_prompt_cache(model, 40, budgets="uniform", spill=spill)
+        compress_into(cache, model, Characters(), prompt[:1], Reading(fitted=fitted))
+    assert [look.fits for look in looks] == [fitted] * 2 + [False] * 2
 
 
 def test_slots_go_to_the_best_rows_of_all():
     rng = np.random.default_rng(2)
     worths = [rng.random((2, 30)) * scale for scale in (1.0, 5.0, 0.1)]
+    worths = [-np.sort(-of_layer, axis=1) for of_layer in worths]
     counts = shared_out(worths, 60, least=4)
     assert sum(map(sum, counts)) == 60
     assert min(map(min, counts)) == 4
@@ -99,17 +110,19 @@ def test_slots_go_to_the_best_rows_of_all():
 
 
 def test_what_is_worth_most_is_kept_and_the_rest_goes_on_answering(prompt):
-    model = tiny_model("llama")
+    model, request = tiny_model("llama"), mx.array([Characters().encode(twice.REPEAT)])
+    # Read as the compressor reads it: packed rows, before any is dropped.
+    whole = make_prompt_cache(model, max_bytes="60%", context=70)
+    for entry in whole:
+        entry.resize([80] * 2)
+    model(prompt, cache=whole)
+    looks = [SecondReading(entry.layer, 0) for entry in whole]
+    again = mx.concatenate([mx.broadcast_to(request, (2, request.shape[1])), prompt], axis=1)
+    mx.eval(model(again, cache=looking_caches(whole, looks)))
     cache = mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", room=5)
-    reading = read_twice(
-        model,
-        prompt,
-        Characters().encode("\n\nRepeat the previous context exactly:\n\n"),
-        256,
-        lambda _: None,
-    )
-    for entry, worth in zip(cache, reading.worths, strict=True):
+    for entry, look in zip(cache, looks, strict=True):
         assert entry.offset == 70
+        worth = mx.concatenate(look.worths, axis=1)
         for run in entry.store.runs:
             positions = np.array(entry.slots(run).positions)
             for h in range(run.heads):
@@ -172,18 +185,97 @@ def test_a_compressed_cache_is_saved_as_any_other(prompt, tmp_path):
         assert mx.allclose(model(ids, cache=compressed), model(ids, cache=again), atol=1e-5)
 
 
+def test_a_later_turn_is_read_twice_too(prompt):
+    """What was there stays in proportion, and goes on answering."""
+    model = tiny_model("llama")
+    cache = make_prompt_cache(model, 40, budgets="uniform")
+    first, later = prompt[:1, :30], prompt[:1, 30:]
+    compress_into(cache, model, Characters(), first, Reading(room=4, within=True))
+    compress_into(cache, model, Characters(), later, Reading(room=4, within=True))
+    for entry in cache:
+        assert entry.offset == 70
+        for head in kept_positions(entry):
+            older = [position for position in head if position < 30]
+            assert set(range(4)) <= set(older)
+            assert 5 < len(older) < 25
+            assert len(head) > len(older) + 5
+    assert sum(map(sum, (entry.budgets for entry in cache))) <= 40 * 4
+    model(mx.array([[5]]), cache=cache)
+
+
+def test_a_reading_that_stops_leaves_the_cache_within_its_bound(prompt):
+    """The client went away, or the second reading would take too long."""
+    model, tokens = tiny_model("llama"), prompt[:1]
+    usual = make_prompt_cache(model, 30, budgets="uniform")
+    model(tokens, cache=usual)
+    slow, stopped = (make_prompt_cache(model, 30, budgets="uniform") for _ in range(2))
+    reading = Reading(seconds=0.0)
+    done = list(twice.read_twice(model, Characters(), tokens, slow, reading))
+    assert sum(done) == 2 * 70
+    reader = twice.read_twice(model, Characters(), tokens, stopped, Reading(chunk=8))
+    for _ in range(5):
+        next(reader)
+    reader.close()
+    for entry, other, short in zip(slow, usual, stopped, strict=True):
+        assert entry.budgets == other.budgets == short.budgets
+        assert entry.offset == 70
+        assert short.offset == 40
+        assert entry.size() == other.size() >= short.size()
+    ids = mx.array([[5]])
+    assert mx.all(mx.isfinite(model(ids, cache=slow))) & mx.all(
+        mx.isfinite(model(ids, cache=stopped))
+    )
+
+
+def test_only_what_the_memory_does_not_hold_is_read_twice(prompt):
+    model, tokens = tiny_model("llama"), prompt[0].tolist()
+    for how, slots, count in (
+        ("twice", 40, 54), ("auto", 40, 54), ("once", 40, 0), ("twice", 80, 0),
+    ):  # fmt: skip
+        cache = make_prompt_cache(model, slots, budgets="uniform")
+        done = list[tuple[int, int]]()
+        progress = partial(lambda told, *at: told.append(at), done)
+        read = read_prompt(model, Characters(), tokens, cache, how, progress)
+        assert read == count == cache[0].offset
+        assert not count or done[-1] == (2 * count, 2 * count)
+        assert sum(map(sum, (entry.budgets for entry in cache))) <= slots * 4
+    rolling = make_prompt_cache(model, 40, budgets="uniform", positions="rolling")
+    assert read_prompt(model, Characters(), tokens, rolling, "auto") == 0
+    with pytest.raises(ValueError, match="omit positions"):
+        read_prompt(model, Characters(), tokens, rolling, "twice")
+
+
+def test_commands_read_long_prompts_twice(capsys):
+    """What one reading forgets is known after two."""
+    fact = "The secret number of Mary Lane is"
+    prompt = f"It was no longer a secret to us. {fact} 5231.\n\n{SAMPLE_TEXT.read_text()[:2000]}"
+    prompt += f"\n\nNow I shall say what I remember. {fact}"
+    told = {}
+    for how in ("once", "twice", "auto"):
+        assert main(["generate", *EMBEDDED, "-p", prompt, "-m", "6", "--max-kv-size", "80",
+                     "--reading", how, "--json"]) == 0  # fmt: skip
+        told[how] = json.loads(capsys.readouterr().out)
+    assert [report["prompt_readings"] for report in told.values()] == [1, 2, 2]
+    assert told["twice"]["tokens"] == told["auto"]["tokens"]
+    assert told["once"]["prompt_tokens"] == told["twice"]["prompt_tokens"] > 300
+    assert "5231" in told["twice"]["text"]
+    assert "5231" not in told["once"]["text"]
+
+
 def test_room_within_is_taken_off_the_size(prompt):
     model = tiny_model("llama")
     sizes = []
     for room, within in ((0, False), (6, True), (6, False)):
-        empty = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
-        cache = compress_into(empty, model, Characters(), prompt, room=room, within=within)
+        cache = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
+        reading = Reading(room=room, within=within)
+        compress_into(cache, model, Characters(), prompt, reading)
         sizes.append(sum(sum(entry.budgets) for entry in cache))
     heads = sum(len(entry.budgets) for entry in cache)
     assert sizes == [sizes[0], sizes[0], sizes[0] + 6 * heads]
     empty = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
+    reading = Reading(room=60, within=True)
     with pytest.raises(ValueError, match="too few to keep"):
-        compress_into(empty, model, Characters(), prompt, room=60, within=True)
+        compress_into(empty, model, Characters(), prompt, reading)
 
 
 def test_room_is_used_before_anything_goes(prompt):
@@ -199,7 +291,7 @@ def test_room_is_used_before_anything_goes(prompt):
 
 
 def test_models_that_attend_by_themselves_are_refused(prompt):
-    with pytest.raises(ValueError, match=r"cannot be compressed|attends by itself"):
+    with pytest.raises(ValueError, match=r"read twice or compressed|attends by itself"):
         mlx_h2o.compress_prompt(
             tiny_model("gemma2_by_itself"),
             Characters(),
