@@ -143,8 +143,7 @@ def test_the_prompt_may_come_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    small = ["--max-kv-size", "48", "-m", "12", "--reading", "once"]
-    piped = as_json([*GENERATE, "-p", "-", *small], capsys)
+    piped = as_json([*GENERATE, "-p", "-", "--max-kv-size", "48", "-m", "12"], capsys)
     assert piped["tokens"] == as_json(SMALL, capsys)["tokens"]
 
 

@@ -105,9 +105,9 @@ def add_cache_options(
 def add_reading_option(parser: argparse.ArgumentParser) -> None:
     """Add the option of how long prompts are read."""
     parser.add_argument(
-        "--reading", choices=READINGS, default=READINGS[0],
+        "--reading", choices=READINGS, default="once",
         help="read what does not fit the memory once; or twice, which shows what is worth keeping "
-        f"and doubles the time; auto: twice up to {LONGEST:,} tokens if it takes less than "
+        f"and doubles the time; auto: twice up to {LONGEST:,} tokens if that takes less than "
         f"{SECONDS:.0f} s (default: %(default)s)",
     )  # fmt: skip
 
