@@ -16,7 +16,7 @@ the new values are those of the least
 a_j is the square of the greatest weight that any query of the second reading gave row j, as if one
 more query gave it that and wanted its value as it was. Of many queries a part is kept for the fit,
 and a row that only others attend to would move freely without it: with a third of the queries
-SmolLM2 diverges by 0.44 for 0.04 nats (docs/results/experiments.md).
+SmolLM2 diverges by 0.29 for 0.04 nats (docs/results/experiments.md).
 """
 
 from __future__ import annotations
