@@ -17,10 +17,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o._progress import Progress
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.allocation import falling
 from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.calibration.calibrate import GRID, Progress
+from mlx_h2o.calibration.calibrate import GRID
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.layer_probe import identity_by_kinds
 from mlx_h2o.hosts.recorder import (

@@ -5,17 +5,23 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress as Bar
 
+#: Called with the amount of work done, and the whole amount.
+Progress = Callable[[int, int], Any]
 #: Seconds between lines in a file or a pipe. Work that ends before the first line prints none.
 EVERY = 5.0
 #: Seconds before the first line: long enough to measure a speed.
 FIRST = 2.0
+
+
+def no_progress(done: int, whole: int) -> None:
+    """Say nothing."""
 
 
 class Told:
@@ -67,7 +73,7 @@ class Told:
 class OnTerminal(Told):
     """The progress shown as a bar."""
 
-    def __init__(self, title: str, unit: str, bar: Progress):
+    def __init__(self, title: str, unit: str, bar: Bar):
         super().__init__(title, unit)
         self._bar, self._task = bar, bar.add_task(title, total=None)
 
@@ -94,13 +100,8 @@ def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterato
     """
     # Imported here: the caches import this module, and few of them ever show a bar.
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
     if console.is_terminal:
@@ -108,7 +109,7 @@ def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterato
         share = TextColumn("{task.percentage:>3.0f}%")
         columns = TextColumn("{task.description}"), BarColumn(), *counted, share
         remaining = TimeRemainingColumn(), TextColumn("left")
-        with Progress(*columns, *remaining, console=console, transient=transient) as bar:
+        with Bar(*columns, *remaining, console=console, transient=transient) as bar:
             yield OnTerminal(title, unit, bar)
         return
     with progress_lines(title, unit) as told:

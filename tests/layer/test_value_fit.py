@@ -22,7 +22,7 @@ def rows():
     return keys, values, 3 * mx.repeat(keys, HQ // H, axis=1) + noise
 
 
-def kept(rows, slots, **settings):
+def reduced(rows, slots, **settings):
     """A cache that keeps the first so many rows of each head, and all rows before that."""
     keys, values, queries = rows
     cache = mlx_h2o.H2OKVCache(budgets=[T] * H, policy="h2o", **settings)
@@ -67,7 +67,7 @@ def error(cache, rows):
 
 @pytest.mark.parametrize("settings", [{}, {"remainder": False}, {"bits": 6}])
 def test_attention_to_kept_rows_comes_nearer_to_that_to_all(rows, settings):
-    cache, before = kept(rows, 24, saturation=0.0, **settings)
+    cache, before = reduced(rows, 24, saturation=0.0, **settings)
     apart, keys = error(cache, rows), mx.array(cache.arrays()["slots.keys"])
     fit(cache, before, rows)
     assert error(cache, rows) < 0.85 * apart
@@ -75,7 +75,7 @@ def test_attention_to_kept_rows_comes_nearer_to_that_to_all(rows, settings):
 
 
 def test_values_that_are_anchored_stay(rows):
-    cache, before = kept(rows, 24, saturation=0.0)
+    cache, before = reduced(rows, 24, saturation=0.0)
     values = mx.array(values_of(cache))
     fit(cache, before, rows, anchor=1e9)
     assert mx.allclose(values_of(cache), values, atol=1e-4)
@@ -84,7 +84,7 @@ def test_values_that_are_anchored_stay(rows):
 
 
 def test_values_stay_where_nothing_was_evicted(rows):
-    cache, before = kept(rows, T)
+    cache, before = reduced(rows, T)
     values = mx.array(values_of(cache))
     fit(cache, before, rows)
     assert mx.allclose(values_of(cache), values, atol=1e-3)
@@ -92,7 +92,7 @@ def test_values_stay_where_nothing_was_evicted(rows):
 
 def test_the_target_has_the_remainder_of_before(rows):
     """Rows that went before the block was read go on answering in what the fit aims at."""
-    cache, _ = kept(rows, 30, saturation=0.0)
+    cache, _ = reduced(rows, 30, saturation=0.0)
     before = AllRows.of(cache.layer)
     assert before.remainder is not None
     values = mx.array(values_of(cache))

@@ -210,7 +210,7 @@ def _is_ours(entry: Any) -> bool:
 def _nbytes(entry: Any) -> int:
     try:
         return int(entry.nbytes)
-    except (AttributeError, NotImplementedError):  # not all of a library's caches tell
+    except (AttributeError, NotImplementedError):  # some caches of a library have no nbytes
         return 0
 
 

@@ -27,6 +27,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_h2o._progress import Progress
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.cost import group_size_of
 from mlx_h2o.budgets.profile import SMALLEST_BUDGET, LayerFrames, Measured, Profile, frames_for
@@ -74,9 +75,6 @@ QUICK_GRID = (SMALLEST_BUDGET, 24, 48, 64, 96, 128, 192, 256, 384, 512)
 METHOD = "output error of the policy itself, token by token"
 #: Where the model has gradients, so that its heads' sensitivities could be measured.
 METHOD_IN_NATS = f"{METHOD}, in nats of the predictions"
-
-#: Called with (steps done, steps in all).
-Progress = Callable[[int, int], None]
 
 
 @dataclass

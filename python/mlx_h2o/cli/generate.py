@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_h2o import _checks
 from mlx_h2o._files import require_writable, write_kept
-from mlx_h2o._progress import progress_bar
+from mlx_h2o._progress import no_progress, progress_bar
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.conversation import pin
 from mlx_h2o.caches.describe import describe
@@ -37,7 +37,7 @@ from mlx_h2o.cli.options import (
     load_model,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.compression.reading import no_progress, read_prompt
+from mlx_h2o.compression.reading import read_prompt
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.trained_length import past_training

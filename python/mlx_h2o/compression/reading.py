@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o._progress import Progress, no_progress
 from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.compression.twice import Reading, observable, read_twice
 
@@ -19,17 +20,9 @@ READINGS: tuple[Readings, ...] = ("auto", "once", "twice")
 LONGEST = 2048
 #: The most seconds that "auto" spends on a second reading.
 SECONDS = 60.0
-
-
 #: Tokens at the end of a prompt that are read once: the question, and what an answer goes on from.
 #: Every head has room for them.
 NEWEST = 16
-#: Called with the tokens done, and all of them.
-Progress = Callable[[int, int], Any]
-
-
-def no_progress(done: int, whole: int) -> None:
-    """Say nothing."""
 
 
 def is_read_twice(cache: Sequence[Any], length: int, how: Readings) -> bool:

@@ -126,7 +126,7 @@ def looking_caches(caches: Sequence[Any], looks: Sequence[Looking]) -> list[Any]
         looks: A cache in the place of each bounded one.
     """
     again = iter(looks)
-    own = [entry if isinstance(entry, BoundedKVCache) else copy.deepcopy(entry) for entry in caches]
+    own = [entry if is_bounded(entry) else copy.deepcopy(entry) for entry in caches]
     return [replaced(entry, lambda: next(again), is_bounded) for entry in own]
 
 

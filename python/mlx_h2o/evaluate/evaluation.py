@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_h2o._files import replacing
+from mlx_h2o._progress import Progress
 from mlx_h2o.evaluate.machine import machine
 from mlx_h2o.evaluate.measures import Measure, Results
 from mlx_h2o.evaluate.methods import FULL, Method, profile_digests
@@ -33,8 +34,6 @@ MOST_TOGETHER = 4
 #: SmolLM2-135M with a few sequences takes 0.11 to 0.3 s, a token of a prompt 4 ms.
 PASS = 30
 
-#: Called with the approximate amounts of work done and in all.
-Progress = Callable[[int, int], None]
 #: One measure of a group of methods.
 Job = tuple[Measure, Sequence[Method]]
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o._progress import Progress
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.facts import RecallTask
 from mlx_h2o.evaluate.methods import FULL, PACKED, WINDOW, Method, parse_method
@@ -18,9 +19,6 @@ from mlx_h2o.hosts.loaded import logits_of
 
 #: The most tokens of an answer.
 ANSWER_TOKENS = 8
-
-#: Called with the tokens done and the tokens in all.
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ MOST_QUERIES = 1024
 #: Queries whose weights over all rows are computed at once.
 BLOCK = 512
 
-
 #: Numbers of a head's rows, `[B, N]`.
 Rows = npt.NDArray[np.float32]
 
@@ -56,7 +55,7 @@ class AllRows:
 
     Attributes:
         heads: The fields of each KV head's rows, `[B, 1, N, ...]`.
-        remainder: The remainder; None if there is none, or it is empty.
+        remainder: The remainder; None if no row was evicted before, or the layer keeps none.
     """
 
     heads: list[Fields]
