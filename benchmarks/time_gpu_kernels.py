@@ -1,4 +1,4 @@
-"""Times on a GPU: attention with and without export against MLX's own, and whole-model decoding.
+"""Times on a GPU: attention beside MLX's own, a layer's decode step, and whole-model decoding.
 
 For a Mac, or a machine with an NVIDIA GPU and mlx[cuda]. Prints JSON, and progress on stderr. With
 --dry-run everything runs at tiny sizes on the CPU, which only shows that it runs.
@@ -7,12 +7,14 @@ For a Mac, or a machine with an NVIDIA GPU and mlx[cuda]. Prints JSON, and progr
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
@@ -24,19 +26,35 @@ from mlx_lm.models import qwen3
 
 from benchmarks.measuring import Arm, Samples, in_turns, timed
 from benchmarks.model import decoding, steps, window_cache
-from mlx_h2o import make_prompt_cache
+from mlx_h2o import H2OKVCache, make_prompt_cache
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
 from mlx_h2o.attention.ops import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_scores,
 )
+from mlx_h2o.doctor.commit import commit
+from mlx_h2o.slots.packed import PackedRows
 
 MLX, OURS, EXPORTING = "MLX", "ours", "ours, exporting logits and lse"
+#: Packed rows by the name of their arm, in bits; their attention exports as well.
+PACKED = {f"ours, {bits} bits, exporting": bits for bits in (8, 6, 4)}
+GROUP_SIZE = 32
 FULL, WINDOW, H2O = "KVCache", "RotatingKVCache", "h2o"
+#: Bounded layers whose decode steps are measured, by name, and their settings.
+STEPS: dict[str, dict[str, Any]] = {
+    "h2o": {"policy": "h2o"},
+    "salient": {},
+    "salient, 8 bits": {"bits": 8},
+    "salient, 4 bits": {"bits": 4},
+}
 # The keys and values read in a row take more bytes than any cache of a GPU.
 CYCLED_BYTES = 1 << 30
 MOST_COPIES = 64
+# Layers that follow each other in a measurement of decode steps.
+LAYERS = 8
+# Tokens of a prompt that a layer reads at once.
+CHUNK = 4096
 # Seconds of one measurement, so that a launch's latency hardly counts.
 SHORTEST = 0.05
 
@@ -55,8 +73,8 @@ QWEN3_4B = qwen3.ModelArgs(
     tie_word_embeddings=True,
 )
 
-#: Takes queries, keys and values and returns the output, of the queries' shape.
-Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
+#: Takes queries, keys and values, dense or packed, and returns the output, of the queries' shape.
+Attention = Callable[[mx.array, Any, Any], mx.array]
 
 
 @dataclass(frozen=True)
@@ -114,10 +132,9 @@ class Plan:
 def attention_arms(plan: Plan, slots: int) -> dict[str, Arm]:
     """MLX's attention and ours; an arm's seconds are those of all its copies."""
     pairs = copies(plan, slots)
-    q = mx.random.normal((1, plan.query_heads, 1, plan.width)).astype(mx.float16)
-    mx.eval(q)
+    q = random_rows(plan.query_heads, 1, plan.width)
 
-    def over(attention: Attention) -> Arm:
+    def over(attention: Attention, pairs: list[tuple[Any, Any]]) -> Arm:
         def work() -> None:
             # Each output is the next call's queries, like layers that follow each other.
             out = q
@@ -128,11 +145,16 @@ def attention_arms(plan: Plan, slots: int) -> dict[str, Arm]:
         return timed(work, SHORTEST)
 
     scale = plan.width**-0.5
-    return {
-        MLX: over(lambda q, k, v: mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)),
-        OURS: over(ours(scale, EXPORT_NOTHING)),
-        EXPORTING: over(ours(scale, EXPORT_LOGITS)),
+    arms = {
+        MLX: over(partial(mx.fast.scaled_dot_product_attention, scale=scale), pairs),
+        OURS: over(ours(scale, EXPORT_NOTHING), pairs),
+        EXPORTING: over(ours(scale, EXPORT_LOGITS), pairs),
     }
+    for name, bits in PACKED.items():
+        packed = [tuple(PackedRows.of(rows, bits, GROUP_SIZE) for rows in pair) for pair in pairs]
+        mx.eval([rows.arrays for pair in packed for rows in pair])
+        arms[name] = over(ours(scale, EXPORT_LOGITS), packed)
+    return arms
 
 
 def ours(scale: float, export: int) -> Attention:
@@ -145,15 +167,17 @@ def ours(scale: float, export: int) -> Attention:
     return lambda q, k, v: scaled_dot_product_attention_with_scores(q, k, v, scale=scale)[0]
 
 
+def random_rows(heads: int, tokens: int, width: int) -> mx.array:
+    """`[1, heads, tokens, width]` float16."""
+    rows = mx.random.normal((1, heads, tokens, width)).astype(mx.float16)
+    mx.eval(rows)
+    return rows
+
+
 def copies(plan: Plan, slots: int) -> list[tuple[mx.array, mx.array]]:
     """Keys and values, a pair for each call."""
-
-    def rows() -> mx.array:
-        return mx.random.normal((1, plan.kv_heads, slots, plan.width)).astype(mx.float16)
-
-    pairs = [(rows(), rows()) for _ in range(calls(plan, slots))]
-    mx.eval(pairs)
-    return pairs
+    shape = plan.kv_heads, slots, plan.width
+    return [(random_rows(*shape), random_rows(*shape)) for _ in range(calls(plan, slots))]
 
 
 def calls(plan: Plan, slots: int) -> int:
@@ -162,24 +186,85 @@ def calls(plan: Plan, slots: int) -> int:
 
 
 def kv_bytes(plan: Plan, slots: int) -> int:
-    """Bytes of the keys and values of one call."""
+    """Bytes of the dense keys and values of one call."""
     return 2 * plan.kv_heads * slots * plan.width * 2
+
+
+def packed_bytes(plan: Plan, slots: int, bits: int) -> int:
+    """Bytes of the packed keys and values of one call, with a scale and a bias for each group."""
+    return kv_bytes(plan, slots) * (bits * GROUP_SIZE + 32) // (16 * GROUP_SIZE)
 
 
 def attention_times(plan: Plan, slots: int) -> dict[str, Any]:
     """One size: seconds of a call, and the rates that follow."""
     samples = in_turns(attention_arms(plan, slots), plan.rounds)
     arms = of_one(samples, calls(plan, slots))
-    for arm in arms.values():
-        arm["bytes_per_second"] = kv_bytes(plan, slots) / arm["seconds"]
+    for name, arm in arms.items():
+        bits = PACKED.get(name)
+        held = packed_bytes(plan, slots, bits) if bits else kv_bytes(plan, slots)
+        arm["bytes_per_second"] = held / arm["seconds"]
     return {
         "query_heads": plan.query_heads,
         "kv_heads": plan.kv_heads,
         "width": plan.width,
         "slots": slots,
         "arms": arms,
-        "time_over_mlx": samples.ratio(OURS, MLX),
+        "time_over_mlx": {name: samples.ratio(name, MLX) for name in arms},
         "time_of_export": samples.ratio(EXPORTING, OURS),
+    }
+
+
+def step_arms(plan: Plan, slots: int) -> dict[str, Arm]:
+    """A token in each of `LAYERS` layers: a plain cache's, and fused steps that evict."""
+    q = random_rows(plan.query_heads, 1, plan.width)
+    k, v = (random_rows(plan.kv_heads, 1, plan.width) for _ in range(2))
+    scale = plan.width**-0.5
+
+    def plain(cache: Any, q: mx.array) -> mx.array:
+        rows = cache.update_and_fetch(k, v)
+        cache.trim(1)  # as many rows at every step
+        return mx.fast.scaled_dot_product_attention(q, *rows, scale=scale)
+
+    def fused(cache: H2OKVCache, q: mx.array) -> mx.array:
+        return cache.attend(q, *cache.update_and_fetch(k, v), scale=scale)
+
+    def over(step: Callable[[Any, mx.array], mx.array], cache: Any) -> Arm:
+        layers = [copy.deepcopy(cache) for _ in range(LAYERS)]
+
+        def work() -> None:
+            out = q
+            for layer in layers:
+                out = step(layer, out)
+            mx.eval(out)
+
+        return timed(work, SHORTEST)
+
+    arms = {FULL: over(plain, filled(plan, mlx_lm_cache.KVCache(), slots))}
+    for name, settings in STEPS.items():
+        cache = H2OKVCache(slots, **settings)
+        arms[name] = over(fused, filled(plan, cache, slots + CHUNK // 64))
+    return arms
+
+
+def filled(plan: Plan, cache: Any, tokens: int) -> Any:
+    """A layer's cache that has read so many random tokens."""
+    for start in range(0, tokens, CHUNK):
+        rows = min(CHUNK, tokens - start)
+        q = random_rows(plan.query_heads, rows, plan.width)
+        k, v = (random_rows(plan.kv_heads, rows, plan.width) for _ in range(2))
+        new = cache.update_and_fetch(k, v)
+        if isinstance(cache, H2OKVCache):
+            mx.eval(cache.attend(q, *new, scale=plan.width**-0.5, mask="causal"))
+    return cache
+
+
+def step_times(plan: Plan, slots: int) -> dict[str, Any]:
+    """One size: seconds of a layer's decode step."""
+    samples = in_turns(step_arms(plan, slots), plan.rounds)
+    return {
+        "slots": slots,
+        "arms": of_one(samples, LAYERS),
+        "time_over_plain": {name: samples.ratio(name, FULL) for name in samples.arms},
     }
 
 
@@ -237,7 +322,8 @@ def machine() -> dict[str, Any]:
         "device": str(mx.default_device()),
         **{name: str(value) for name, value in mx.device_info().items()},
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": {name: version(name) for name in ("mlx", "mlx-lm", "mlx-h2o")},
+        "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
+        "commit": commit(),
         "date": date.today().isoformat(),
     }
 
@@ -245,8 +331,8 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--only", choices=("attention", "model"), help="measure one of them")
-    parser.add_argument("--slots", type=int, nargs="+", help="N of the attention")
+    parser.add_argument("--only", choices=("attention", "step", "model"), help="measure one of them")
+    parser.add_argument("--slots", type=int, nargs="+", help="N of attention and steps")
     parser.add_argument("--rounds", type=int, help="visits of each arm")
     options = parser.parse_args()
     plan = Plan()
@@ -261,13 +347,15 @@ def main() -> None:
         plan = replace(plan, rounds=options.rounds)
 
     report: dict[str, Any] = {"dry_run": options.dry_run, "machine": machine()}
-    if options.only != "model":
-        report["attention"] = []
+    for part, times in (("attention", attention_times), ("step", step_times)):
+        if options.only not in (None, part):
+            continue
+        report[part] = []
         for slots in plan.slots:
-            print(f"attention, N {slots}", file=sys.stderr)
-            report["attention"].append(attention_times(plan, slots))
+            print(f"{part}, N {slots}", file=sys.stderr)
+            report[part].append(times(plan, slots))
             mx.clear_cache()
-    if options.only != "attention":
+    if options.only in (None, "model"):
         print("model", file=sys.stderr)
         report["model"] = model_times(plan)
     print(json.dumps(report, indent=2))

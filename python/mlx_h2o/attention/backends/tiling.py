@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 #: Widths that the kernels support, in elements.
 WIDTHS = range(32, 577, 32)
@@ -61,6 +62,7 @@ class Tiling:
         return self.simdgroups // self.row_groups
 
 
+@cache
 def tiling(
     key_width: int,
     value_width: int,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import mlx.core as mx
@@ -45,7 +44,7 @@ class Work:
     def slots(self) -> int:
         return sum(self.lengths)
 
-    @property
+    @cached_property
     def items(self) -> int:
         """Blocks of all heads."""
         return len(self.lines())
@@ -69,7 +68,10 @@ class Work:
         return [heads.index(head) for head in range(len(self.lengths))] + [len(heads)]
 
 
-def work_of(lengths: Sequence[int], ranges: Ranges | None, block: int | None) -> Work:
+# Cached, as are the integers: lengths change with every step only until a cache is full, and the
+# lines of a long head take longer to list than its attention takes on a GPU.
+@lru_cache(maxsize=64)
+def work_of(lengths: tuple[int, ...], ranges: Ranges | None, block: int | None) -> Work:
     """The work on equal heads, or on heads in ranges.
 
     Args:
@@ -79,11 +81,10 @@ def work_of(lengths: Sequence[int], ranges: Ranges | None, block: int | None) ->
     """
     heads = len(lengths)
     if ranges is None:
-        return Work(tuple(lengths), (0,) * heads, tuple(range(heads)), block)
-    return Work(tuple(lengths), ranges.starts, (0,) * heads, block)
+        return Work(lengths, (0,) * heads, tuple(range(heads)), block)
+    return Work(lengths, ranges.starts, (0,) * heads, block)
 
 
-# Cached: lengths change with every step only until a cache is full.
 @lru_cache(maxsize=64)
 def params(work: Work, queries: int, mask_columns: int) -> mx.array:
     """The launch's integers, its table and the heads' first lines, int32.
