@@ -62,12 +62,7 @@ class Launcher:
         Raises:
             ValueError: The kernel does not declare a buffer, or a required buffer is missing.
         """
-        buffers = interface(kernel)
-        reads = tuple(name for name in buffers.inputs if name in inputs)
-        writes = tuple(name for name in buffers.outputs if name in outputs)
-        if len(reads) < len(inputs) or len(writes) < len(outputs):
-            unknown = {*inputs, *outputs} - {*reads, *writes}
-            raise ValueError(f"{kernel} has no buffers {', '.join(sorted(unknown))}.")
+        reads, writes = _in_order(kernel, tuple(inputs), tuple(outputs))
         written = self._kernel(kernel, reads, writes, threads)(
             inputs=[inputs[name] for name in reads],
             output_shapes=[outputs[name][0] for name in writes],
@@ -96,3 +91,16 @@ class Launcher:
             source="\n".join([*absent, text.body]),
             ensure_row_contiguous=False,
         )
+
+
+# Cached, since a launch is asked for its order at every token and layer.
+@cache
+def _in_order(
+    kernel: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a launch's buffers in the order of the signature."""
+    buffers = interface(kernel)
+    if unknown := {*inputs, *outputs} - {*buffers.inputs, *buffers.outputs}:
+        raise ValueError(f"{kernel} has no buffers {', '.join(sorted(unknown))}.")
+    reads = tuple(name for name in buffers.inputs if name in inputs)
+    return reads, tuple(name for name in buffers.outputs if name in outputs)
