@@ -14,7 +14,7 @@ from mlx_h2o import make_prompt_cache
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.cli import main
-from mlx_h2o.compression import twice
+from mlx_h2o.compression import reading, twice
 from mlx_h2o.compression.compress import compress_into
 from mlx_h2o.compression.reading import read_prompt
 from mlx_h2o.compression.second_reading import SecondReading, looking_caches
@@ -209,8 +209,8 @@ def test_a_reading_that_stops_leaves_the_cache_within_its_bound(prompt):
     usual = make_prompt_cache(model, 30, budgets="uniform")
     model(tokens, cache=usual)
     slow, stopped = (make_prompt_cache(model, 30, budgets="uniform") for _ in range(2))
-    reading = Reading(seconds=0.0)
-    done = list(twice.read_twice(model, Characters(), tokens, slow, reading))
+    limited = Reading(seconds=0.0)
+    done = list(twice.read_twice(model, Characters(), tokens, slow, limited))
     assert sum(done) == 2 * 70
     reader = twice.read_twice(model, Characters(), tokens, stopped, Reading(chunk=8))
     for _ in range(5):
@@ -236,13 +236,25 @@ def test_only_what_the_memory_does_not_hold_is_read_twice(prompt):
         done = list[tuple[int, int]]()
         progress = partial(lambda told, *at: told.append(at), done)
         read = read_prompt(model, Characters(), tokens, cache, how, progress)
-        assert read == count == cache[0].offset
+        assert read == ((count, 2) if count else (0, 1))
+        assert count == cache[0].offset
         assert not count or done[-1] == (2 * count, 2 * count)
         assert sum(map(sum, (entry.budgets for entry in cache))) <= slots * 4
     rolling = make_prompt_cache(model, 40, budgets="uniform", positions="rolling")
-    assert read_prompt(model, Characters(), tokens, rolling, "auto") == 0
-    with pytest.raises(ValueError, match="omit positions"):
-        read_prompt(model, Characters(), tokens, rolling, "twice")
+    small = make_prompt_cache(model, 18, budgets="uniform")
+    for cache, why in ((rolling, "omit positions"), (small, "too few to keep")):
+        assert read_prompt(model, Characters(), tokens, cache, "auto") == (0, 1)
+        with pytest.raises(ValueError, match=why):
+            read_prompt(model, Characters(), tokens, cache, "twice")
+        assert cache[0].offset == 0
+
+
+def test_auto_stops_before_a_second_reading_that_takes_too_long(prompt, monkeypatch):
+    monkeypatch.setattr(reading, "SECONDS", 0.0)
+    model = tiny_model("llama")
+    cache = make_prompt_cache(model, 40, budgets="uniform")
+    assert read_prompt(model, Characters(), prompt[0].tolist(), cache, "auto") == (54, 1)
+    assert cache[0].offset == 54
 
 
 def test_commands_read_long_prompts_twice(capsys):

@@ -102,7 +102,7 @@ class Dialogue:
         reading = PeakMemory(describe(self.cache).nbytes)
         try:
             of_model = self._model, self._tokenizer
-            read = read_prompt(*of_model, new, self.cache, self._reading, progress)
+            read, _ = read_prompt(*of_model, new, self.cache, self._reading, progress)
             for response in stream_generate(
                 *of_model,
                 new[read:],

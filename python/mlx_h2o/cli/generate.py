@@ -159,7 +159,7 @@ def begin(
     """
     began = time.monotonic()
     with progress_bar("reading the prompt", "tokens", transient=True) as bar:
-        read = read_prompt(model, tokenizer, prompt, cache, args.reading, bar)
+        read, readings = read_prompt(model, tokenizer, prompt, cache, args.reading, bar)
         responses = stream_generate(
             model,
             tokenizer,
@@ -175,7 +175,7 @@ def begin(
         first,
         {
             "prompt_tokens": len(prompt),
-            "prompt_readings": 2 if read else 1,
+            "prompt_readings": readings,
             "prompt_tps": len(prompt) / (time.monotonic() - began),
         },
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_h2o._progress import Progress, no_progress
 from mlx_h2o.caches.conversation import bounded_members
-from mlx_h2o.compression.twice import Reading, observable, read_twice
+from mlx_h2o.compression.twice import CHUNK, Reading, read_twice, require_readable
 
 #: "twice" reads what does not fit the memory twice, "auto" if that takes no more than `SECONDS`.
 Readings = Literal["auto", "once", "twice"]
@@ -23,22 +24,78 @@ SECONDS = 60.0
 #: Tokens at the end of a prompt that are read once: the question, and what an answer goes on from.
 #: Every head has room for them.
 NEWEST = 16
+#: The readings of "twice"; those of "auto" stop after SECONDS.
+TWICE = Reading(room=NEWEST, within=True)
 
 
-def is_read_twice(cache: Sequence[Any], length: int, how: Readings) -> bool:
-    """Whether so many new tokens are read twice into a cache: if some would be evicted.
+@dataclass(eq=False)
+class TwoReadings:
+    """New tokens of a conversation while they are read twice, chunk by chunk.
+
+    Attributes:
+        count: The tokens.
+        done: The tokens read so far, of which there are two for each.
+        is_twice: Whether they were read twice, once that is over; False if it took too long.
+    """
+
+    count: int
+    steps: Generator[int, None, bool]
+    done: int = 0
+    is_twice: bool = False
+
+    def step(self) -> bool:
+        """Read a chunk, or choose the rows of a layer; False if nothing was left to do."""
+        try:
+            self.done += next(self.steps)
+        except StopIteration as end:
+            self.is_twice = end.value
+            return False
+        return True
+
+
+def exceeds_slots(cache: Sequence[Any], length: int) -> bool:
+    """Whether so many new tokens are more than a head's slots, in the mean."""
+    budgets = [slots for entry in bounded_members(cache) for slots in entry.budgets or ()]
+    return bool(budgets) and length > sum(budgets) / len(budgets)
+
+
+def two_readings(
+    model: nn.Module,
+    tokenizer: Any,
+    tokens: Sequence[int],
+    cache: Sequence[Any],
+    how: Readings,
+    chunk: int = CHUNK,
+) -> TwoReadings | None:
+    """Two readings of new tokens, or None where they are to be read once.
+
+    They are read twice if some would be evicted: a short turn after a long one is read once.
 
     Args:
-        cache: The conversation's caches.
-        length: The new tokens.
-        how: What the caller wants.
+        model: The model.
+        tokenizer: Its tokenizer.
+        tokens: The new tokens.
+        cache: The conversation's caches, from `make_prompt_cache`.
+        how: "once", "twice" or "auto". Where the model or the settings allow no second reading,
+            "auto" reads once.
+        chunk: Tokens that go through the model at once.
+
+    Raises:
+        ValueError: "twice" where no second reading is possible.
     """
-    members = bounded_members(cache)
-    if how == "once" or not members:
-        return False
-    budgets = [slots for entry in members for slots in entry.budgets or ()]
-    # A short turn after a long one is read once: what a second reading would choose is few rows.
-    return members[0].offset + length > sum(budgets) / max(len(budgets), 1) < length
+    length = len(tokens)
+    if how == "once" or not exceeds_slots(cache, length):
+        return None
+    if how == "auto":
+        if length > LONGEST:
+            return None
+        try:
+            require_readable(model, cache, length, TWICE)
+        except ValueError:
+            return None
+    reading = replace(TWICE, chunk=chunk, seconds=SECONDS if how == "auto" else None)
+    ids = mx.array([list(tokens)])
+    return TwoReadings(length, read_twice(model, tokenizer, ids, cache, reading))
 
 
 def read_prompt(
@@ -48,38 +105,28 @@ def read_prompt(
     cache: Sequence[Any],
     how: Readings,
     progress: Progress = no_progress,
-) -> int:
+) -> tuple[int, int]:
     """Read the beginning of new tokens twice if that is worth while; the others are still to come.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        tokens: The new tokens; at least the last one is left to the caller.
+        tokens: The new tokens; the last NEWEST are left to the caller.
         cache: The conversation's caches, from `make_prompt_cache`.
-        how: "once", "twice" or "auto". Where the model or the settings allow no second reading,
-            "auto" reads once.
+        how: As in `two_readings`.
         progress: Called with the tokens done, of which there are two for each token read twice, and
             all of them.
 
     Returns:
-        How many of the tokens were read; 0 where they are to be read once.
+        How many of the tokens were read, and how often: none, and 1, where they are to be read
+        once.
 
     Raises:
-        ValueError: "twice" where no second reading is possible.
+        ValueError: As in `two_readings`.
     """
-    if not is_read_twice(cache, len(tokens) - NEWEST, how):
-        return 0
-    if how == "auto":
-        if len(tokens) > LONGEST:
-            return 0
-        try:
-            observable(model, cache)
-        except ValueError:
-            return 0
-    seconds = SECONDS if how == "auto" else None
-    reading = Reading(room=NEWEST, within=True, seconds=seconds)
-    count, done = len(tokens) - NEWEST, 0
-    for more in read_twice(model, tokenizer, mx.array([list(tokens[:count])]), cache, reading):
-        done += more
-        progress(done, 2 * count)
-    return count
+    readings = two_readings(model, tokenizer, tokens[:-NEWEST], cache, how)
+    if readings is None:
+        return 0, 1
+    while readings.step():
+        progress(readings.done, 2 * readings.count)
+    return readings.count, 2 if readings.is_twice else 1

@@ -69,7 +69,7 @@ class Reading:
 
 def read_twice(
     model: nn.Module, tokenizer: Any, tokens: mx.array, caches: Sequence[Any], reading: Reading
-) -> Iterator[int]:
+) -> Generator[int, None, bool]:
     """Read a prompt twice, and keep the rows worth most.
 
     What the caches hold already keeps a part of the slots in proportion to its length, by the
@@ -83,31 +83,38 @@ def read_twice(
         reading: How it is read.
 
     Yields:
-        The tokens read by each call of the model; there are two for each of the prompt's.
+        The tokens read by each call of the model; there are two for each of the prompt's. Then 0
+        for each layer that has kept its rows.
+
+    Returns:
+        Whether the prompt was read twice: False if that would have taken too long.
 
     Raises:
-        ValueError: The model's attention does not come through mlx-h2o, or the caches are too
-            small.
+        ValueError: As in `require_readable`.
     """
     B, T = tokens.shape
     entries = observable(model, caches)
+    whole, least, parts = _slots(entries, T, reading)
     as_planned = [entry.settings for entry in entries]
     repeat = mx.array([tokenizer.encode(REPEAT, add_special_tokens=False)], tokens.dtype)
     request = mx.broadcast_to(repeat, (B, repeat.shape[1]))
     chunks = [tokens[:, i : i + reading.chunk] for i in range(0, T, reading.chunk)]
-    begun = time.monotonic()
+    seconds = 0.0  # callers may do other things in between
     try:
-        whole, least = _slots(entries, T, reading)
+        for entry, of_heads in zip(entries, parts, strict=False):
+            entry.resize(of_heads)
         older = [_lengths(entry) for entry in entries]
         for entry, lengths in zip(entries, older, strict=True):
             entry.resize([length + T + reading.room for length in lengths])
         for chunk in chunks:
+            begun = time.monotonic()
             logits_of(model, chunk, caches)
             mx.eval([entry.state for entry in caches])
+            seconds += time.monotonic() - begun
             yield chunk.size
-        if reading.seconds is not None and time.monotonic() - begun > reading.seconds:
+        if reading.seconds is not None and seconds > reading.seconds:
             yield tokens.size
-            return
+            return False
         group = max(kind.group for kind in layer_kinds(model))
         every = -(-T * group // MOST_QUERIES) if reading.fitted else 0
         # A file of rows has them as they came, and rows come back from there, so none is fitted.
@@ -120,8 +127,9 @@ def read_twice(
             logits_of(model, again, looking_caches(caches, looks))
             mx.eval([look.state for look in looks])  # the logits are not computed
             yield chunk.size
-        _keep(entries, looks, older, whole, least, reading.room)
+        yield from _keep(entries, looks, older, whole, least, reading.room)
         as_planned = []
+        return True
     finally:  # too slow, stopped, or failed: back to the bound
         for entry, settings in zip(entries, as_planned, strict=False):
             with suppress(RuntimeError):  # the cache may be within a step
@@ -152,10 +160,31 @@ def observable(model: nn.Module, caches: Sequence[Any]) -> list[H2OKVCache]:
     return entries
 
 
-def _slots(entries: Sequence[H2OKVCache], length: int, reading: Reading) -> tuple[int, int]:
+def require_readable(
+    model: nn.Module, caches: Sequence[Any], length: int, reading: Reading
+) -> None:
+    """Raise ValueError unless caches can read a prompt of `length` tokens twice.
+
+    Args:
+        model: The model.
+        caches: Its caches.
+        length: The prompt's tokens.
+        reading: How it is read.
+
+    Raises:
+        ValueError: The model's attention does not come through mlx-h2o, or the caches are too
+            small.
+    """
+    _slots(observable(model, caches), length, reading)
+
+
+def _slots(
+    entries: Sequence[H2OKVCache], length: int, reading: Reading
+) -> tuple[int, int, list[list[int]]]:
     """Slots for the rows of a prompt of `length` tokens, of all KV heads and of each at least.
 
-    Slots of what the caches hold already are taken off, after it made room.
+    Slots of what the caches hold already are taken off; those of each layer's heads are the third
+    result.
 
     Raises:
         ValueError: They are too few.
@@ -166,18 +195,19 @@ def _slots(entries: Sequence[H2OKVCache], length: int, reading: Reading) -> tupl
     pinned = pinned_from(entries[0].pins, policy.sink)
     smallest = policy.least_budget(pinned) + FEWEST_CHOICES
     least = max(smallest - reading.room, policy.sink + pinned + 1)
+    parts = list[list[int]]()
     if entries[0].offset:
         part = entries[0].offset / (entries[0].offset + length)
         for entry in entries:
-            entry.resize([max(int(slots * part), smallest) for slots in entry.budgets or ()])
-            whole -= sum(run.heads * run.length for run in cast(Layer, entry.layer).runs)
+            parts.append([max(int(slots * part), smallest) for slots in entry.budgets or ()])
+            whole -= sum(map(min, _lengths(entry), parts[-1]))
         least = 0  # sinks are among the older rows
     if whole < min(least, length) * len(budgets):
         raise ValueError(
             f"{sum(budgets)} slots of {len(budgets)} KV heads are too few to keep {least} rows of "
             f"each, beside room for {reading.room}: give more bytes."
         )
-    return max(whole, 0), least
+    return whole, least, parts
 
 
 def _keep(
@@ -187,7 +217,7 @@ def _keep(
     whole: int,
     least: int,
     room: int,
-) -> None:
+) -> Iterator[int]:
     """Share the slots out among the rows of a prompt, and keep the best ones.
 
     Args:
@@ -197,6 +227,9 @@ def _keep(
         whole: Slots for the prompt's rows in all.
         least: Rows that every head keeps.
         room: Slots of each head that stay free.
+
+    Yields:
+        0 after each layer.
     """
     worths = [_worths(look, before) for look, before in zip(looks, older, strict=True)]
     length = worths[0][0].shape[1] - older[0][0]
@@ -204,6 +237,7 @@ def _keep(
     for i, entry in enumerate(entries):
         budgets = [a + b + room for a, b in zip(older[i], counts[i], strict=True)]
         _cut(entry, looks[i], worths[i], budgets, room)
+        yield 0
 
 
 def _lengths(entry: H2OKVCache) -> list[int]:
