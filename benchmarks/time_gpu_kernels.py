@@ -331,7 +331,9 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--only", choices=("attention", "step", "model"), help="measure one of them")
+    parser.add_argument(
+        "--only", choices=("attention", "step", "model"), help="measure one of them"
+    )
     parser.add_argument("--slots", type=int, nargs="+", help="N of attention and steps")
     parser.add_argument("--rounds", type=int, help="visits of each arm")
     options = parser.parse_args()

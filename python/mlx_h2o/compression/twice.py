@@ -10,7 +10,7 @@ packed rows and of the queries by which values are fitted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -101,11 +101,7 @@ def read_twice(
     chunks = [tokens[:, i : i + reading.chunk] for i in range(0, T, reading.chunk)]
     seconds = 0.0  # callers may do other things in between
     try:
-        for entry, of_heads in zip(entries, parts, strict=False):
-            entry.resize(of_heads)
-        older = [_lengths(entry) for entry in entries]
-        for entry, lengths in zip(entries, older, strict=True):
-            entry.resize([length + T + reading.room for length in lengths])
+        older = _make_room(entries, parts, T + reading.room)
         for chunk in chunks:
             begun = time.monotonic()
             logits_of(model, chunk, caches)
@@ -115,13 +111,7 @@ def read_twice(
         if reading.seconds is not None and seconds > reading.seconds:
             yield tokens.size
             return False
-        group = max(kind.group for kind in layer_kinds(model))
-        every = -(-T * group // MOST_QUERIES) if reading.fitted else 0
-        # A file of rows has them as they came, and rows come back from there, so none is fitted.
-        looks = [
-            SecondReading(cast(Layer, entry.layer), 0 if entry.spill else every)
-            for entry in entries
-        ]
+        looks = _looks(model, entries, T if reading.fitted else 0)
         for chunk in chunks:
             again = mx.concatenate([request, chunk], axis=1)
             logits_of(model, again, looking_caches(caches, looks))
@@ -208,6 +198,30 @@ def _slots(
             f"each, beside room for {reading.room}: give more bytes."
         )
     return whole, least, parts
+
+
+def _make_room(
+    entries: Sequence[H2OKVCache], parts: Sequence[Sequence[int]], rows: int
+) -> list[list[int]]:
+    """Make room for so many rows of each head, beside the parts of those from before; these."""
+    for entry, of_heads in zip(entries, parts, strict=False):
+        entry.resize(of_heads)
+    older = [_lengths(entry) for entry in entries]
+    for entry, lengths in zip(entries, older, strict=True):
+        entry.resize([length + rows for length in lengths])
+    return older
+
+
+def _looks(model: nn.Module, entries: Sequence[H2OKVCache], length: int) -> list[SecondReading]:
+    """Second readings, each of one layer, which keep queries of `length` tokens to fit values by.
+
+    A file of rows has them as they came, and rows come back from there, so none is fitted.
+    """
+    group = max(kind.group for kind in layer_kinds(model))
+    every = -(-length * group // MOST_QUERIES)
+    return [
+        SecondReading(cast(Layer, entry.layer), 0 if entry.spill else every) for entry in entries
+    ]
 
 
 def _keep(
