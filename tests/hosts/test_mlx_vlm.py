@@ -76,20 +76,29 @@ def vlm(name: str) -> Any:
     return with_random_weights(model)
 
 
-def prompt_with_images(text: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Token ids `[1, T]` with two images among text, their pixels, and their grids."""
+def prompt_with_images(text: int, grids: list[list[int]]) -> tuple[mx.array, mx.array, mx.array]:
+    """Token ids `[1, T]` with images between equal parts of a text, their pixels, and grids."""
     words = [token % 100 for token in prompt_tokens(text)]
-    image = [IMAGE_START, *[IMAGE] * TOKENS_OF_IMAGE]
-    third = text // 3
-    tokens = [*words[:third], *image, *words[third : 2 * third], *image, *words[2 * third :]]
-    patches = sum(t * h * w for t, h, w in GRIDS)
-    pixels = mx.random.normal((patches, 3 * 2 * 14 * 14), key=mx.random.key(5))
-    return mx.array([tokens]), pixels, mx.array(GRIDS)
+    patches = [t * h * w for t, h, w in grids]
+    part = text // (len(grids) + 1)
+    tokens = words[:part]
+    for i, count in enumerate(patches, 1):
+        after = words[i * part : (i + 1) * part if i < len(grids) else None]
+        tokens += [IMAGE_START, *[IMAGE] * (count // 4), *after]
+    pixels = mx.random.normal((sum(patches), 3 * 2 * 14 * 14), key=mx.random.key(5))
+    return mx.array([tokens]), pixels, mx.array(grids)
 
 
-def generated(model: Any, text: int, count: int, cache: list[Any] | None = None) -> list[int]:
+def generated(
+    model: Any,
+    text: int,
+    count: int,
+    cache: list[Any] | None = None,
+    images: list[list[int]] = GRIDS,
+    chunk: int = 16,
+) -> list[int]:
     """Tokens after a prompt with images, by mlx-vlm's own generator."""
-    tokens, pixels, grids = prompt_with_images(text)
+    tokens, pixels, grids = prompt_with_images(text, images)
     steps = generate_step(
         tokens,
         model,
@@ -99,7 +108,7 @@ def generated(model: Any, text: int, count: int, cache: list[Any] | None = None)
         temperature=0.0,
         prompt_cache=cache,
         image_grid_thw=grids,
-        prefill_step_size=16,
+        prefill_step_size=chunk,
     )
     return [token for token, _ in steps]
 
@@ -129,6 +138,21 @@ def test_install_bounds_what_mlx_vlms_generator_makes(name, monkeypatch):
         assert entry.size() <= size
         assert entry.offset == 90 + 2 * (TOKENS_OF_IMAGE + 1) + 30
         assert entry.evicted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::mlx_h2o.PastTraining")
+def test_eight_images_of_a_thousand_tokens_take_an_eighth_of_the_bytes():
+    """Of what mlx-vlm's own caches take for them."""
+    model, images = vlm("qwen2_vl"), [[1, 50, 80]] * 8
+    plain = vlm_prompt_cache(model.language_model)
+    expected = generated(model, 90, 4, plain, images, chunk=512)
+    whole = sum(entry.keys.nbytes + entry.values.nbytes for entry in plain)
+    tokens = plain[0].offset
+    cache = mlx_h2o.make_prompt_cache(model, max_bytes="12.5%", context=tokens, profile="never")
+    assert len(generated(model, 90, 4, cache, images, chunk=512)) == len(expected)
+    assert all(entry.evicted > 0 and entry.offset == tokens for entry in cache)
+    assert sum(entry.nbytes for entry in cache) <= whole / 8
 
 
 @pytest.mark.parametrize("name", list(VISION))
