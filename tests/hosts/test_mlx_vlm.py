@@ -35,7 +35,7 @@ TEXT = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
     "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 16384,
     "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
 }
 VISION = {
@@ -141,7 +141,6 @@ def test_install_bounds_what_mlx_vlms_generator_makes(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::mlx_h2o.PastTraining")
 def test_eight_images_of_a_thousand_tokens_take_an_eighth_of_the_bytes():
     """Of what mlx-vlm's own caches take for them."""
     model, images = vlm("qwen2_vl"), [[1, 50, 80]] * 8
