@@ -24,14 +24,10 @@ from model_matrix import COLUMNS, LENGTHS, YES, line_of  # noqa: E402
 PAGE = ROOT / "docs/reference/models.md"
 HEAD = """# Models
 
-Which models of mlx-lm are bounded, layer by layer. Each module of `mlx_lm.models` that is a model \
-is run tiny, with random weights, through `make_prompt_cache`. While nothing is evicted its logits \
-must be those of mlx-lm's own caches. Far beyond a budget of {small} tokens its memory must have \
-stopped growing, its positions must count on, and its logits must be finite. \
-tests/models/test_model_coverage.py runs all of them and fails where a row differs. The same \
-run writes this page:
-
-    python tools/model_table.py
+Which models of mlx-lm are bounded, layer by layer. Each is run tiny, with random weights, through \
+`make_prompt_cache`. While nothing is evicted its logits must be those of mlx-lm's own caches. Far \
+beyond a budget of {small} tokens its memory must have stopped growing, and its logits must be \
+finite. `python tools/model_table.py` writes this page.
 
 - **bounded**: every layer whose memory grew is bounded. Sliding windows, chunks and states are \
 of fixed size already, and stay as the model made them.
@@ -41,33 +37,24 @@ of fixed size already, and stay as the model made them.
 - **not run**: mlx-lm's own caches do not run the model where this page was written.
 
 *keys made of the rows*: the model makes keys and values of the cached rows (MLA), or sees blocks \
-of places (phi3small). Then all rows are handed out: one budget for all heads, no remainder, dense \
-rows. *shared by layers*: several layers attend to one cache's rows, and a token's mass is that of \
-all their queries. *by keys alone*: the policy looks at keys, and the remainder goes in as plain \
-rows. Models with attention of their own (gemma2, phi3small, plamo, plamo2, stablelm) ask the \
-cache through `hosts/own_attention.py`. Where mlx-lm's code for them differs from the known \
-one, a warning says so; then plamo and stablelm are bounded as MLA is, the others by keys alone. \
-Vision and other wrappers are run with their language part.
-
-What else a bounded model does, run in the same way:
+of places (phi3small): one budget for all heads, no remainder, dense rows. *shared by layers*: \
+several layers attend to one cache's rows. *by keys alone*: the policy looks at keys, and the \
+remainder goes in as plain rows. If mlx-lm's code for gemma2, phi3small, plamo, plamo2 or stablelm \
+differs from the known one, a warning says so; then plamo and stablelm are bounded as MLA is, the \
+others by keys alone. Vision and other wrappers are run with their language part.
 
 - **packed, keys scaled**: with `bits=8` and key scaling, logits are near mlx-lm's own while \
-nothing is evicted, and memory is bounded. *refused*: `bits` raises a ValueError, since the model \
-attends to keys that this library does not hand out.
+nothing is evicted, and memory is bounded. *refused*: `bits` raises a ValueError.
 - **batches**: sequences of {first} and {second} tokens in one `BatchGenerator` give what each \
-gives alone, with evictions. *one at a time*: its caches have no `merge`, so mlx-lm's server \
-takes its sequences one after another; ours computes them side by side, each by itself. *nor \
-mlx-lm's own*: batches with mlx-lm's own caches do not give it either.
-- **server**: a folder of the tiny model is served, and asked over HTTP (tests/served_models.py): \
-alone, four at once, with a seed and without, with a stop text, and with a next turn, also after a \
-restart. Answers are those that the model gives by itself, and `--kv-memory` is never exceeded. \
-*without --kv-memory*: the same, but a conversation's bytes are not known beforehand.
-- **profile**: `mlx_h2o calibrate` measures each head, its file is read again, and slots and bits \
-are shared out by it. *one budget*: `calibrate` refuses before it computes anything, since all \
-heads need the same number of slots there (keys made of the rows, or shared by layers).
+gives alone, with evictions. *one at a time*: mlx-lm's server takes its sequences one after \
+another; ours computes them side by side. *nor mlx-lm's own*: batches with mlx-lm's own caches do \
+not give it either.
+- **server**: served and asked over HTTP, alone and four at once, also after a restart, answers are \
+those that the model gives by itself, and `--kv-memory` is never exceeded.
+- **profile**: `mlx_h2o calibrate` measures each head. *one budget*: it refuses, since all heads \
+need the same number of slots there.
 
-Written with mlx-lm {version}; `make test-old-mlx-lm` holds mlx-lm {previous}, the release before \
-it, to the same rows. {counts}. Of the {growing} whose memory grows, {bounded} are \
+Written with mlx-lm {version}; `make test-old-mlx-lm` holds mlx-lm {previous} to the same rows. {counts}. Of the {growing} whose memory grows, {bounded} are \
 bounded ({percent} %); of those {packed} can be packed, {batched} batched, {served} served, and \
 {profiled} have profiles.
 
