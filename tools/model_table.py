@@ -49,14 +49,14 @@ nothing is evicted, and memory is bounded. *refused*: `bits` raises a ValueError
 gives alone, with evictions. *one at a time*: mlx-lm's server takes its sequences one after \
 another; ours computes them side by side. *nor mlx-lm's own*: batches with mlx-lm's own caches do \
 not give it either.
-- **server**: served and asked over HTTP, alone and four at once, also after a restart, answers are \
-those that the model gives by itself, and `--kv-memory` is never exceeded.
+- **server**: served and asked over HTTP, alone and four at once, also after a restart, answers \
+are those that the model gives by itself, and `--kv-memory` is never exceeded.
 - **profile**: `mlx_h2o calibrate` measures each head. *one budget*: it refuses, since all heads \
 need the same number of slots there.
 
-Written with mlx-lm {version}; `make test-old-mlx-lm` holds mlx-lm {previous} to the same rows. {counts}. Of the {growing} whose memory grows, {bounded} are \
-bounded ({percent} %); of those {packed} can be packed, {batched} batched, {served} served, and \
-{profiled} have profiles.
+Written with mlx-lm {version}; `make test-old-mlx-lm` holds mlx-lm {previous} to the same rows. \
+{counts}. Of the {growing} whose memory grows, {bounded} are bounded ({percent} %); of those \
+{packed} can be packed, {batched} batched, {served} served, and {profiled} have profiles.
 
 | model | {columns} |
 |---|{rule}
