@@ -39,11 +39,11 @@ def use_openblas() -> bool:
     Raises:
         ValueError: `MLX_H2O_BLAS` is neither "openblas" nor "reference".
     """
-    wanted = os.environ.get(VARIABLE, OPENBLAS)
-    if wanted not in (OPENBLAS, REFERENCE):
-        raise ValueError(f"{VARIABLE} is {wanted!r}: it must be {OPENBLAS!r} or {REFERENCE!r}.")
+    path = os.environ.get(VARIABLE, OPENBLAS)
+    if path not in (OPENBLAS, REFERENCE):
+        raise ValueError(f"{VARIABLE} is {path!r}: it must be {OPENBLAS!r} or {REFERENCE!r}.")
     library, extension = openblas_file(), _extension()
-    if wanted == REFERENCE or library is None or extension is None:
+    if path == REFERENCE or library is None or extension is None:
         return False
     if is_reference():
         extension.redirect_blas(str(library), PREFIX)

@@ -51,35 +51,35 @@ def memory_size(name: str, size: Any) -> int | Share:
         return _share(name, size.part, size.part)
     if not isinstance(size, str):
         return _checks.whole(name, size, 1, _checks.MOST_BYTES)
-    found = FORM.fullmatch(size.strip())
+    match = FORM.fullmatch(size.strip())
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
-    if found is None or (found[2] != "%" and found[2].lower() not in units):
+    if match is None or (match[2] != "%" and match[2].lower() not in units):
         raise ValueError(
             f'{name} must be bytes, as 64000000, "64MB" or "1.5GiB", or a share of a 16-bit cache, '
             f'as "25%"; got {_checks.shown(size)}.'
         )
-    if len(found[1]) > LONGEST:
+    if len(match[1]) > LONGEST:
         raise ValueError(
-            f"{name} has a number of {len(found[1])} characters; got {_checks.shown(size)}."
+            f"{name} has a number of {len(match[1])} characters; got {_checks.shown(size)}."
         )
-    number = float(found[1])
+    number = float(match[1])
     if number <= 0:
         raise ValueError(f"{name} must be above 0; got {size!r}.")
-    if found[2] == "%":
+    if match[2] == "%":
         return _share(name, number / 100, size)
-    if not found[2] and number <= RATHER_A_SHARE:
+    if not match[2] and number <= RATHER_A_SHARE:
         raise ValueError(
             f"{name} is {size!r} bytes, which is too little for a cache: did you mean "
-            f'"{found[1]}%"?'
+            f'"{match[1]}%"?'
         )
-    return _checks.whole(name, int(number * units[found[2].lower()]), 1, _checks.MOST_BYTES)
+    return _checks.whole(name, int(number * units[match[2].lower()]), 1, _checks.MOST_BYTES)
 
 
-def _share(name: str, part: Any, given: Any) -> Share:
-    """A share in range; `given` is the caller's text."""
+def _share(name: str, part: Any, text: Any) -> Share:
+    """A share in range; `text` is the caller's text."""
     if not 0 < _checks.finite(name, part) <= _checks.LARGEST_SHARE:
         raise ValueError(
             f"{name} must be above 0% and at most {_checks.LARGEST_SHARE:.0%} of a 16-bit cache; "
-            f"got {_checks.shown(given)}."
+            f"got {_checks.shown(text)}."
         )
     return Share(float(part))

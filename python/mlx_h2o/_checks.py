@@ -147,9 +147,9 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     return value
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, choices: Iterable[str]) -> str:
     """ " Did you mean ...?" where an unknown name resembles a known one; else an empty text."""
-    names = list(known)
+    names = list(choices)
     begun = [one for one in names if len(name) > 1 and one.startswith(name)]
     near = begun or difflib.get_close_matches(name, names, 1)
     return f" Did you mean {near[0]}?" if near else ""

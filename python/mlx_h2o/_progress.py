@@ -24,7 +24,7 @@ def no_progress(done: int, whole: int) -> None:
     """Say nothing."""
 
 
-class Told:
+class ProgressReport:
     """The progress of some work; call it with the amount done and the whole amount.
 
     Args:
@@ -59,18 +59,18 @@ class Told:
 
     def line(self) -> str:
         """The progress in one line."""
-        said = [": ".join(filter(None, (self.title, self.part)))]
+        parts = [": ".join(filter(None, (self.title, self.part)))]
         if self.whole:
             share = f"{min(self.done / self.whole, 1):.0%}"
             counts = f"{self.done:,} of {self.whole:,} {self.unit} ({share})"
-            said.append(counts if self.unit else share)
-        said.append(f"{duration(time.monotonic() - self.began)} so far")
+            parts.append(counts if self.unit else share)
+        parts.append(f"{duration(time.monotonic() - self.began)} so far")
         if (left := self.seconds_left()) is not None:
-            said.append(f"about {duration(left)} left")
-        return ", ".join(said)
+            parts.append(f"about {duration(left)} left")
+        return ", ".join(parts)
 
 
-class OnTerminal(Told):
+class OnTerminal(ProgressReport):
     """The progress shown as a bar."""
 
     def __init__(self, title: str, unit: str, bar: Bar):
@@ -87,7 +87,7 @@ class OnTerminal(Told):
 
 
 @contextmanager
-def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterator[Told]:
+def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterator[ProgressReport]:
     """Show the progress of some work while it runs.
 
     Args:
@@ -112,32 +112,32 @@ def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterato
         with Bar(*columns, *remaining, console=console, transient=transient) as bar:
             yield OnTerminal(title, unit, bar)
         return
-    with progress_lines(title, unit) as told:
-        yield told
+    with progress_lines(title, unit) as report:
+        yield report
 
 
 @contextmanager
-def progress_lines(title: str, unit: str = "") -> Iterator[Told]:
+def progress_lines(title: str, unit: str = "") -> Iterator[ProgressReport]:
     """Show the progress in lines: where there is no terminal, or beside another program's bar."""
-    told, ended = Told(title, unit), threading.Event()
-    teller = threading.Thread(target=_tell, args=(told, ended), daemon=True)
+    report, ended = ProgressReport(title, unit), threading.Event()
+    teller = threading.Thread(target=_tell, args=(report, ended), daemon=True)
     teller.start()
     try:
-        yield told
+        yield report
     finally:
         ended.set()
         teller.join()
 
 
-def _tell(told: Told, ended: threading.Event) -> None:
+def _tell(report: ProgressReport, ended: threading.Event) -> None:
     """Print a line every few seconds, and one at the end if there was any before."""
     wait = FIRST
     while not ended.wait(wait):
-        print(told.line(), file=sys.stderr, flush=True)
+        print(report.line(), file=sys.stderr, flush=True)
         wait = EVERY
     if wait == EVERY:
-        passed = duration(time.monotonic() - told.began)
-        print(f"{told.title}: ended after {passed}", file=sys.stderr, flush=True)
+        passed = duration(time.monotonic() - report.began)
+        print(f"{report.title}: ended after {passed}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

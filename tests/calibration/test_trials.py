@@ -95,22 +95,22 @@ def test_what_a_run_finished_is_kept_for_the_next(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate.calibrate(model, tokens, progress=stop, kept=CalibratedLayers(path))
+        calibrate.calibrate(model, tokens, progress=stop, checkpoint=CalibratedLayers(path))
     first, *layers = path.read_text().splitlines()
     assert len(layers) == 1
     # What is kept is believed, half a line is not.
     changed = json.loads(layers[0])
     changed[1]["data"] = changed[1]["data"].replace("A", "B")
     path.write_text("\n".join([first, json.dumps(changed), layers[0][:50]]))
-    kept = CalibratedLayers(path)
-    gone_on = calibrate.calibrate(model, tokens, kept=kept)
+    checkpoint = CalibratedLayers(path)
+    gone_on = calibrate.calibrate(model, tokens, checkpoint=checkpoint)
     anew = calibrate.calibrate(model, tokens)
     assert gone_on.losses[0] != anew.losses[0]
     assert gone_on.losses[1] == anew.losses[1]
     assert len(path.read_text().splitlines()) == 3
-    other = calibrate.calibrate(model, tokens[:-1], kept=CalibratedLayers(path))
+    other = calibrate.calibrate(model, tokens[:-1], checkpoint=CalibratedLayers(path))
     assert other.losses == calibrate.calibrate(model, tokens[:-1]).losses
-    kept.end()
+    checkpoint.end()
     assert not path.exists()
 
 

@@ -37,18 +37,22 @@ class Terminal:
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True
         )
         os.close(slave)
+        self._rest = ""
 
-    def read_until(self, wanted: str) -> str:
-        """What it shows, up to the last that is wanted."""
-        shown, end = "", time.monotonic() + SECONDS
-        while not shown.endswith(wanted):
-            ready, _, _ = select.select([self.master], [], [], max(end - time.monotonic(), 0))
-            assert ready, f"{wanted!r} never came: {shown!r}"
+    def read_until(self, end: str) -> str:
+        """What it shows, up to the last `end`; what is there after it is read by the next call."""
+        shown, deadline = self._rest, time.monotonic() + SECONDS
+        while end not in shown:
+            left = max(deadline - time.monotonic(), 0)
+            ready, _, _ = select.select([self.master], [], [], left)
+            assert ready, f"{end!r} never came: {shown!r}"
             try:
                 shown += os.read(self.master, 4096).decode(errors="replace")
             except OSError:  # the other end was closed
                 break
-        return ESCAPES.sub("", shown).replace("\r\n", "\n")
+        size = shown.rfind(end) + len(end) if end in shown else len(shown)
+        self._rest = shown[size:]
+        return ESCAPES.sub("", shown[:size]).replace("\r\n", "\n")
 
     def say(self, line: str) -> str:
         """The answer to a line."""
@@ -180,8 +184,8 @@ def test_only_what_is_new_is_read_and_nothing_is_said_twice(embedded):
     assert len(dialogue.tokens) == dialogue.cache[0].offset
     list(dialogue.reply(" it rained.", 4))
     assert dialogue.cache[0].offset == len(dialogue.tokens)
-    assert len(dialogue.kept()) == len(dialogue.tokens)
-    assert max(share for _, share in dialogue.kept()) == 1
+    assert len(dialogue.retention()) == len(dialogue.tokens)
+    assert max(share for _, share in dialogue.retention()) == 1
 
 
 def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
@@ -193,7 +197,7 @@ def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
     list(dialogue.reply("Aristotle lived in Stagira.", 1))
     dialogue.tokens = dialogue.tokens[: dialogue.cache[0].offset]
     assert "Aristotle" in [word.strip() for word, _ in dialogue.kept_words()]
-    assert len(dialogue.kept()) > len(dialogue.kept_words())
+    assert len(dialogue.retention()) > len(dialogue.kept_words())
     texts = [
         marks[0],
         "user",
@@ -211,7 +215,7 @@ def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
     shares = [1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 1]
     dialogue.tokens = [0 if text in marks else 9 for text in texts]
     monkeypatch.setattr("mlx_h2o.chat.dialogue.special_ids", lambda _: {0})
-    monkeypatch.setattr(dialogue, "kept", lambda: list(zip(texts, shares, strict=True)))
+    monkeypatch.setattr(dialogue, "retention", lambda: list(zip(texts, shares, strict=True)))
     told = dialogue.kept_words()
     assert "".join(word for word, _ in told) == "user: Hello\nassistant: Hi"
     assert told[1] == ("Hello", 0.6)

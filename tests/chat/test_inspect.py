@@ -72,7 +72,7 @@ def test_held_sets_are_the_caches(watched: tuple[Trace, dict[int, list[set[int]]
     traced, seen = watched
     assert sorted(seen) == [32, *range(33, TOKENS + 1)]
     for read, sets in seen.items():
-        assert [set(np.flatnonzero(row).tolist()) for row in traced.held(read)] == sets
+        assert [set(np.flatnonzero(row).tolist()) for row in traced.presence(read)] == sets
     assert max(len(held) for held in seen[TOKENS]) < TOKENS
 
 
@@ -110,7 +110,7 @@ def test_the_lowest_priority_goes_first(builtin: tuple[Any, Any]) -> None:
     after = trace(model, tokenizer, tokens[:51], again, prefill=16)
     for head in range(len(before.heads)):
         gone = np.flatnonzero(after.dropped_at[head] == 51)
-        held = np.flatnonzero(before.held()[head])
+        held = np.flatnonzero(before.presence()[head])
         free = held[(held >= before.sink) & (held < 50 - before.heads[head].recent)]
         assert gone.tolist() == [free[before.last_priority[head, free].argmin()]]
 

@@ -45,7 +45,7 @@ def test_answers_are_the_models_own_and_the_bytes_are_counted():
     )
     assert sum(full.right) >= 3
     wanted = [tokenizer.decode(list(answer)).strip() for answer in task.answers]
-    assert [said == want for said, want in zip(full.said, wanted, strict=True)] == list(full.right)
+    assert [said == want for said, want in zip(full.texts, wanted, strict=True)] == list(full.right)
     assert sum(window.right) <= 1
     assert window.nbytes < full.nbytes / 4
     # 308 tokens (answers included; mlx-lm's cache grows by 256), 4 layers of 2 heads, in 16 bits.

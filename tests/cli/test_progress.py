@@ -3,7 +3,7 @@
 import time
 
 from mlx_h2o import _progress
-from mlx_h2o._progress import Told, duration, progress_bar
+from mlx_h2o._progress import ProgressReport, duration, progress_bar
 
 
 def test_a_pipe_gets_lines_with_counts_and_the_time_left(monkeypatch, capsys):
@@ -38,14 +38,14 @@ def test_the_time_left_counts_from_where_counting_began(monkeypatch):
     """Not from before the model was loaded, nor at the speed of what was done another day."""
     now = [0.0]
     monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
-    told = Told("calibrating")
-    assert told.seconds_left() is None
+    report = ProgressReport("calibrating")
+    assert report.seconds_left() is None
     now[0] = 100.0
-    told(500, 1000)
-    assert told.seconds_left() is None
+    report(500, 1000)
+    assert report.seconds_left() is None
     now[0] = 110.0
-    told(600, 1000)
-    assert told.seconds_left() == 40.0
+    report(600, 1000)
+    assert report.seconds_left() == 40.0
 
 
 def test_durations_are_in_words():

@@ -10,8 +10,8 @@ from mlx_h2o.compression import distillation
 from mlx_h2o.compression.distillation import (
     CONTINUATIONS,
     LESSON,
-    Kept,
     LearningCache,
+    RowsOfLayer,
     lessons,
     rounded,
 )
@@ -33,7 +33,7 @@ def test_rows_that_did_not_move_are_attended_to_as_those_of_a_cache(family, bits
     cache = mlx_h2o.compress_prompt(model, Characters(), prompt, size, room=20, bits=bits)
     bounded = [entry for entry in cache if isinstance(entry, mlx_h2o.H2OKVCache)]
     assert all(entry.evicted for entry in bounded)
-    kept = [Kept(entry.layer) for entry in bounded]
+    kept = [RowsOfLayer(entry.layer) for entry in bounded]
     learning = [LearningCache(of, rounded(of.layer, of.rows), 70) for of in kept]
     tokens = mx.arange(5, 17)[None]
     got = model(tokens, cache=looking_caches(cache, learning))

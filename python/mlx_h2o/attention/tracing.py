@@ -23,14 +23,14 @@ REFUSED = (
 @cache
 def _placeholder() -> mx.array:
     """An array that was the placeholder of an argument when a function was compiled."""
-    kept: list[mx.array] = []
+    inputs: list[mx.array] = []
 
     def keep(x: mx.array) -> mx.array:
-        kept.append(x)
+        inputs.append(x)
         return x
 
     mx.compile(keep)(mx.zeros(1))
-    return kept[0]
+    return inputs[0]
 
 
 def _tracing_by_mlx() -> bool:

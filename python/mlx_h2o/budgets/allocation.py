@@ -160,11 +160,11 @@ def scaled(slots: Sequence[int], total: int, least: int) -> list[int]:
         return out
     spare = [s - least for s in out]
 
-    def taken(turns: int) -> int:
+    def excess(turns: int) -> int:
         return sum(min(turns, one) for one in spare)
 
-    turns = bisect.bisect_right(range(max(spare) + 1), -left, key=taken) - 1
-    last = [h for h in order if spare[h] > turns][: -left - taken(turns)]
+    turns = bisect.bisect_right(range(max(spare) + 1), -left, key=excess) - 1
+    last = [h for h in order if spare[h] > turns][: -left - excess(turns)]
     return [s - min(turns, spare[h]) - (h in last) for h, s in enumerate(out)]
 
 
@@ -211,12 +211,12 @@ def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) 
     spare = [max(budget - least, 0) for budget in budgets]
     if sum(spare) < lacking:
         raise _too_many(pinned, least, budgets, policy)
-    given = [part * lacking // sum(spare) for part in spare]
+    cuts = [part * lacking // sum(spare) for part in spare]
     # Slots lost by rounding down are taken from the largest heads.
     largest = sorted(range(len(spare)), key=lambda i: -spare[i])
-    for i in largest[: lacking - sum(given)]:
-        given[i] += 1
-    return tuple(max(b, least) - part for b, part in zip(budgets, given, strict=True))
+    for i in largest[: lacking - sum(cuts)]:
+        cuts[i] += 1
+    return tuple(max(b, least) - part for b, part in zip(budgets, cuts, strict=True))
 
 
 def _too_many(pinned: int, least: int, budgets: Sequence[int], policy: Policy) -> TooManyPins:

@@ -231,9 +231,9 @@ class LayerShare:
         own = {"packing", "undo", "framed", "position"}
         of_file = {"spill_bytes", "waiting", "returning"}
         widths = {n: value for n, value in vars(self.widths).items() if n not in own | of_file}
-        given = {"slots": self.slots} if self.slots else {}
+        slots = {"slots": self.slots} if self.slots else {}
         shared = {"grid": self.grid, "losses": self.losses}
-        return {"heads": self.heads, "widths": widths, **shared, **given}
+        return {"heads": self.heads, "widths": widths, **shared, **slots}
 
     @classmethod
     def of_config(

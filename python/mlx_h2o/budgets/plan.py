@@ -194,8 +194,8 @@ def _shares_of(
         each = zip(shares, profile.wanted_by_layer(), strict=True)
         shares = [replace(share, grid=profile.grid, losses=losses) for share, losses in each]
     if data.slots is not None and len({n for of_layer in data.slots for n in of_layer}) > 1:
-        given = zip(shares, data.slots, strict=True)
-        shares = [replace(share, slots=tuple(slots)) for share, slots in given]
+        pairs = zip(shares, data.slots, strict=True)
+        shares = [replace(share, slots=tuple(slots)) for share, slots in pairs]
     return shares
 
 
@@ -335,7 +335,7 @@ class Plan:
         attending: Whether this library computes the attention.
         max_size: Tokens' worth of memory per KV head on average, the remainder included; or None.
         max_bytes: Bytes for all layers, everything counted, instead of `max_size`; or None.
-        given: Slots of each layer's KV heads that the caller gave instead of a size; or None.
+        fixed_slots: Slots of each layer's KV heads that the caller gave instead of a size; or None.
         profile: The profile by which slots are bought, or None for even shares.
         pins: Spans of positions that are never evicted.
         frames: The key scaling of each layer's packed keys, or None.
@@ -348,7 +348,7 @@ class Plan:
     attending: bool
     max_size: int | None = None
     max_bytes: int | None = None
-    given: list[list[int]] | None = None
+    fixed_slots: list[list[int]] | None = None
     profile: Profile | None = None
     pins: tuple[Span, ...] = ()
     frames: Sequence[Frame | None] = ()
@@ -478,8 +478,8 @@ class Plan:
         Raises:
             ValueError: The size is too small for the policy.
         """
-        if self.given is not None:
-            return self.given
+        if self.fixed_slots is not None:
+            return self.fixed_slots
         if all(share.slots for share in self.shares):
             return self._slots_in_proportion()
         sizes = []

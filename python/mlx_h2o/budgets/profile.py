@@ -249,11 +249,11 @@ class Profile:
             )
         if length is not None and length <= mean:
             return self._by_layer([mean] * sum(self.model.kv_heads))
-        known = self.grid[-1]
+        longest = self.grid[-1]
         at = mean
-        if length is None or length > known:
-            at = min(mean, max(known // LARGEST_PART, least))
-        grid, heads = self.wanted_upto(known if length is None else length)
+        if length is None or length > longest:
+            at = min(mean, max(longest // LARGEST_PART, least))
+        grid, heads = self.wanted_upto(longest if length is None else length)
         slots = allocation.shared_out(grid, heads, at, least)
         if at < mean:
             slots = allocation.scaled(slots, mean * len(slots), least)
@@ -281,8 +281,8 @@ class Profile:
         if self.measured is None or self.measured.echoes is None:
             return grid, heads
         gone = ECHO_PART * (1 - np.array(grid) / grid[-1])
-        wanted = np.array(heads) + np.outer(self.measured.echoes.astype(np.float64), gone)
-        return grid, [tuple(curve) for curve in wanted.tolist()]
+        losses = np.array(heads) + np.outer(self.measured.echoes.astype(np.float64), gone)
+        return grid, [tuple(curve) for curve in losses.tolist()]
 
     def where_rows_return(self) -> Profile:
         """The profile of caches to which evicted rows come back: retrieval loss counts less.
@@ -312,11 +312,11 @@ class Profile:
         falling = np.argsort(-loss, kind="stable")
         enough = np.searchsorted(np.cumsum(loss[falling]), RETRIEVAL_PART * loss.sum()) + 1
         heads, first = set(falling[:enough].tolist()), 0
-        found: list[frozenset[int] | None] = []
+        of_layers: list[frozenset[int] | None] = []
         for count in counts:
-            found.append(frozenset(h for h in range(count) if first + h in heads))
+            of_layers.append(frozenset(h for h in range(count) if first + h in heads))
             first += count
-        return found
+        return of_layers
 
     def saturation(self, budgets: Sequence[Sequence[int]]) -> list[list[float]]:
         """Each head's better t for these budgets `[layers][H]`, at the next grid point up."""
@@ -368,9 +368,9 @@ class Profile:
             bits: Bits of a row, or None for dense rows.
             context: Tokens of the conversation.
         """
-        known = self.grid[-1]
-        if context > known:
-            mean, context = max(mean * known // context, least), known
+        longest = self.grid[-1]
+        if context > longest:
+            mean, context = max(mean * longest // context, least), longest
         grid, heads = self.wanted_upto(context)
         flat = [b for layer in self.budgets(mean, least, context) for b in layer]
         total = sum(allocation.loss_at(grid, c, b) for c, b in zip(heads, flat, strict=True))
@@ -448,8 +448,8 @@ class Profile:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"{source} is no mlx-h2o profile.")
         if data.get("version") not in VERSIONS:
-            known = " and ".join(map(str, VERSIONS))
-            raise ValueError(f"{source} has version {data.get('version')}; this reads {known}.")
+            versions = " and ".join(map(str, VERSIONS))
+            raise ValueError(f"{source} has version {data.get('version')}; this reads {versions}.")
         try:
             return cls(
                 ModelIdentity.of_json(data["model"]),
@@ -468,7 +468,7 @@ class Profile:
 
 def frames_for(frames: dict[int, LayerFrames], context: int) -> LayerFrames:
     """Key scaling made for the next context up from so many positions, or for the longest one."""
-    return frames[min((known for known in frames if known >= context), default=max(frames))]
+    return frames[min((length for length in frames if length >= context), default=max(frames))]
 
 
 def json_of_frames(frames: dict[int, LayerFrames]) -> dict[str, Any]:

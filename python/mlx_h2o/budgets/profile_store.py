@@ -59,10 +59,10 @@ def found_profile(model: nn.Module, identity: ModelIdentity) -> Profile | None:
         profile = Profile.load(Path(folder) / FILE_NAME)
         profile.require(identity)
         return profile
-    kept = sorted(kept_folder().glob(f"*{SUFFIX}")) if kept_folder().is_dir() else []
+    files = sorted(kept_folder().glob(f"*{SUFFIX}")) if kept_folder().is_dir() else []
     # The profile of this very model first; then that of one with other quantization.
-    kept.sort(key=lambda path: path != kept_place(identity))
-    for path in [*kept, *shipped_profiles()]:
+    files.sort(key=lambda path: path != kept_place(identity))
+    for path in [*files, *shipped_profiles()]:
         try:
             profile = Profile.load(path)
         except ValueError:  # a damaged one is skipped; it may be another model's

@@ -241,8 +241,8 @@ class CacheSettings:
         """The same settings with each head's slots; with `alike` the first number is for all."""
         if alike:
             return replace(self, max_size=budgets[0], max_bytes=None, budgets=None, filling=())
-        given = tuple(budgets)
-        return replace(self, max_size=None, max_bytes=None, budgets=given, filling=())
+        slots = tuple(budgets)
+        return replace(self, max_size=None, max_bytes=None, budgets=slots, filling=())
 
     def grown(self, tokens: int) -> CacheSettings | None:
         """The settings for a conversation of so many tokens; None if they are the same."""
@@ -353,31 +353,31 @@ class ModelSettings:
         Raises:
             ValueError: An option is unknown or invalid, or two exclude each other.
         """
-        given = completed(options)
-        if given["positions"] == "rolling":  # the remainder that is only a default is turned off
-            given["remainder"] = options.get("remainder", False)
-        _check_names(options, given["policy"])
+        values = completed(options)
+        if values["positions"] == "rolling":  # the remainder that is only a default is turned off
+            values["remainder"] = options.get("remainder", False)
+        _check_names(options, values["policy"])
         stored = ("bits", "k_bits", "v_bits", "group_size", "recent_bits")
-        packing = packing_of(**{name: given[name] for name in stored})
-        if not packing.packs and given["group_size"] != DEFAULT_GROUP_SIZE:
+        packing = packing_of(**{name: values[name] for name in stored})
+        if not packing.packs and values["group_size"] != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
-        says_bits = any(given[name] is not None for name in stored if "bits" in name)
-        says_form = says_bits or given["positions"] == "rolling"
+        says_bits = any(values[name] is not None for name in stored if "bits" in name)
+        says_form = says_bits or values["positions"] == "rolling"
         return cls(
             max_size,
-            given["max_bytes"],
-            given["policy"],
-            given["remainder"],
-            given["budgets"],
+            values["max_bytes"],
+            values["policy"],
+            values["remainder"],
+            values["budgets"],
             packing,
-            given["undo"],
-            given["frames"],
-            given["context"],
-            chooses_bits=given["max_bytes"] is not None and not says_form,
-            positions=given["positions"],
-            pins=given["pins"],
-            measures=given["profile"],
-            spill=given["spill"],
+            values["undo"],
+            values["frames"],
+            values["context"],
+            chooses_bits=values["max_bytes"] is not None and not says_form,
+            positions=values["positions"],
+            pins=values["pins"],
+            measures=values["profile"],
+            spill=values["spill"],
         )
 
     @property
@@ -407,11 +407,11 @@ class ModelSettings:
             plain_bytes: Bytes of one token in a 16-bit cache.
             context: The most tokens of a conversation, if the caller does not say.
         """
-        known = self.context or context
+        length = self.context or context
         size = self.max_bytes
         if isinstance(size, Share):
-            size = max(int(size.part * known * plain_bytes), 1)
-        return replace(self, max_bytes=size, context=known)
+            size = max(int(size.part * length * plain_bytes), 1)
+        return replace(self, max_bytes=size, context=length)
 
     def policy_for(self, attending: bool) -> Policy:
         """The policy, for a model that attends through this library (`attending`) or by itself."""
@@ -546,9 +546,9 @@ def checked_undo(undo: Any) -> int:
 
 def one_size(**sizes: Any) -> None:
     """Raise ValueError unless exactly one of these sizes is given."""
-    given = [name for name, size in sizes.items() if size is not None]
-    if len(given) != 1:
-        got = f"both {' and '.join(given)}" if given else "none of them"
+    names = [name for name, size in sizes.items() if size is not None]
+    if len(names) != 1:
+        got = f"both {' and '.join(names)}" if names else "none of them"
         raise ValueError(f"Give exactly one of {', '.join(sizes)}; got {got}.")
 
 
@@ -572,6 +572,6 @@ def packing_of(
         ValueError: A number is not among those supported.
     """
     _checks.choice("bits", bits, (*BITS, UNPACKED, None))
-    each = [bits if given is None else given for given in (k_bits, v_bits)]
-    k, v = (None if given == UNPACKED else given for given in each)
+    each = [bits if own is None else own for own in (k_bits, v_bits)]
+    k, v = (None if own == UNPACKED else own for own in each)
     return Packing(k, v, group_size, recent_bits)

@@ -225,14 +225,14 @@ class BoundedKVCache:
     def slots(self, run: Run) -> Slots:
         """The slots of a run of `store.runs`, as its policy sees them."""
         self.require_at_rest()
-        layer = self._held()
+        layer = self._require_layer()
         return slots_of(layer, run, layer.store.views(run), layer.lost(run))
 
     def budget_of(self, run: Run) -> int:
         """Tokens that each head of a run may hold, including the newest."""
-        return self._held().budget_of(run)
+        return self._require_layer().budget_of(run)
 
-    def _held(self) -> Layer:
+    def _require_layer(self) -> Layer:
         if self._layer is None:
             raise RuntimeError("This cache holds nothing yet.")
         return self._layer
@@ -360,7 +360,7 @@ class BoundedKVCache:
                 self._layer.journal.settle()  # every draft was accepted
             return 0
         self.require_trimmable(n)
-        self._held().trim(n)
+        self._require_layer().trim(n)
         self._evaluate()
         return n
 
@@ -536,7 +536,7 @@ class BoundedKVCache:
     def require_at_rest(self) -> None:
         """Raise RuntimeError unless queries have attended to every row that came."""
         if self._between:
-            raise RuntimeError(IN_A_STEP if self._held().offset else NOT_ASKED)
+            raise RuntimeError(IN_A_STEP if self._require_layer().offset else NOT_ASKED)
 
     @property
     def pins(self) -> tuple[Span, ...]:

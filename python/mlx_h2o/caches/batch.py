@@ -67,10 +67,10 @@ class BatchH2OKVCache:
         listed: Any = (
             batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
         )
-        kept: list[int] = list(listed)
-        self.caches = [self.caches[i] for i in kept]
-        self._before = [self._before[i] for i in kept]
-        self._due = [self._due[i] for i in kept]
+        members: list[int] = list(listed)
+        self.caches = [self.caches[i] for i in members]
+        self._before = [self._before[i] for i in members]
+        self._due = [self._due[i] for i in members]
 
     def extend(self, other: BatchH2OKVCache) -> None:
         """Add another batch's sequences after these.

@@ -188,10 +188,10 @@ def _library(entry: Any) -> dict[str, str]:
 def _host(entry: dict[str, Any]) -> Host:
     """The library of a cache that a file describes."""
     name = entry.get("library", MLX_LM.name)
-    found = next((host for host in hosts() if host.name == name), None)
-    if found is None:
+    match = next((host for host in hosts() if host.name == name), None)
+    if match is None:
         raise ValueError(f"It holds caches of {name}: import that first.")
-    return found
+    return match
 
 
 def _restored(entry: dict[str, Any], prefix: str, arrays: dict[str, mx.array]) -> Any:

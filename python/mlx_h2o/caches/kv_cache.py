@@ -109,12 +109,12 @@ class H2OKVCache(BoundedKVCache):
         Raises:
             ValueError: The budgets are too small, or not one for each head.
         """
-        eviction.keep_best(self._held(), self.resized_settings(budgets), worths, room)
+        eviction.keep_best(self._require_layer(), self.resized_settings(budgets), worths, room)
         self._evaluate()
 
     def fit_values(self, before: AllRows, call: AttentionCall, anchors: Sequence[Rows]) -> None:
         """Fit the values kept, after `keep_best`; arguments as in `layer/value_fit.py`."""
-        fit_values(self._held(), before, call, anchors)
+        fit_values(self._require_layer(), before, call, anchors)
         self._evaluate()
 
     def _taken_from_hand(self) -> tuple[Layer, tuple[mx.array, mx.array]]:

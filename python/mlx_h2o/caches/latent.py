@@ -92,4 +92,4 @@ class LatentKVCache(BoundedKVCache):
         if attended is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
         call = AttentionCall(q, scale, mask, sinks, softcap)
-        return attend_to_derived(self._held(), call, attended, keys, values)
+        return attend_to_derived(self._require_layer(), call, attended, keys, values)

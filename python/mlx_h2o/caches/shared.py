@@ -78,7 +78,7 @@ class SharedKVCache(BoundedKVCache):
         Only their shapes have a meaning, since models take positions from them; any computation
         with them except attention gives NaN.
         """
-        layer = self._held()
+        layer = self._require_layer()
         row = mx.full((1, 1, 1, 1), mx.nan)
         rows = []
         for kind in layer.types.values():
@@ -113,7 +113,7 @@ class SharedKVCache(BoundedKVCache):
                 f"{self.sharers} layers were to attend to this cache's rows in each step; another "
                 "attended, or to other keys."
             )
-        layer, call = self._held(), AttentionCall(q, scale, mask, sinks, softcap)
+        layer, call = self._require_layer(), AttentionCall(q, scale, mask, sinks, softcap)
         out, results = attend_to_shared(layer, call, self._attended)
         self._results.append(results)
         if len(self._results) < self.sharers:

@@ -86,7 +86,7 @@ class _Run:
         grid: Numbers of slots; the last is the text's length.
         spans: The ends of spans of positions.
         frames: Key scaling of each layer, or empty.
-        kept: Layers that are done.
+        checkpoint: Layers that are done.
         progress: Called after each block of tokens, with layers done as a fraction.
         group_size: Elements of packed rows that share a scale; None if their width has no groups.
     """
@@ -95,7 +95,7 @@ class _Run:
     grid: tuple[int, ...]
     spans: tuple[int, ...]
     frames: LayerFrames
-    kept: CalibratedLayers
+    checkpoint: CalibratedLayers
     progress: Callable[[float], None]
     group_size: int | None
     watcher: Watcher = field(default_factory=Watcher)
@@ -113,11 +113,12 @@ class _Calibrating(LookingCache):
         rows = Rows(call.q, keys, values, call.scale, call.sinks, call.softcap)
         mx.eval(call.q, keys, values)
         out = full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
-        if self.index not in self.run.kept:
+        if self.index not in self.run.checkpoint:
             weights = HeadWeights.of(self.run.watcher, out, keys.shape[1])
             mx.eval(weights.grams, weights.norm)
             errors = self._errors(rows, out, weights)
-            self.run.kept.add(self.index, LayerLosses(errors, self._packing(rows, out, weights)))
+            losses = LayerLosses(errors, self._packing(rows, out, weights))
+            self.run.checkpoint.add(self.index, losses)
         self.run.progress(self.index + 1)
         return out
 
@@ -178,7 +179,7 @@ def calibrate(
     windows: int = WINDOWS,
     details: dict[str, Any] | None = None,
     progress: Progress | None = None,
-    kept: CalibratedLayers | None = None,
+    checkpoint: CalibratedLayers | None = None,
 ) -> Profile:
     """Measure all heads of a model with the policy that will run.
 
@@ -194,7 +195,7 @@ def calibrate(
         windows: Windows of the text by which the heads' sensitivities are measured.
         details: Entries to note in the profile.
         progress: Called as the calibration goes on.
-        kept: Layers that an earlier run of the same calibration finished; new ones are added.
+        checkpoint: Layers that an earlier run of the same calibration finished; new ones are added.
 
     Raises:
         ValueError: The text is too short, or the model's heads cannot be measured.
@@ -204,12 +205,12 @@ def calibrate(
     require_weighable(model)
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
     passes = mx.concatenate(windows_of(tokens, min(length, trained_context(model))))
-    T, seen = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
+    T, measured_on = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
     framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
     of_frames, of_echoes, of_windows, of_trials = _telling(progress, len(kinds), windows)
     frames = frames_of_text(model, framing, progress=of_frames)
     identity = identity_by_kinds(model, kinds)
-    at_hand = CalibratedLayers() if kept is None else kept
+    at_hand = CalibratedLayers() if checkpoint is None else checkpoint
     echoes = echo_losses(model, tokens, T, of_echoes)
     felt = sensitivities(model, tokens, policy, windows, of_windows)
     run = _Run(
@@ -226,11 +227,11 @@ def calibrate(
     routing.install()
     looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
     measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes, felt)
-    return Profile.of(identity, run.grid, measured, _method(felt), seen | (details or {}))
+    return Profile.of(identity, run.grid, measured, _method(felt), measured_on | (details or {}))
 
 
 def calibrate_quickly(
-    model: nn.Module, tokens: Sequence[int], *, frame_tokens: Sequence[int], **given: Any
+    model: nn.Module, tokens: Sequence[int], *, frame_tokens: Sequence[int], **options: Any
 ) -> Profile:
     """A calibration that reads less and tries less, as at a model's first use.
 
@@ -238,7 +239,7 @@ def calibrate_quickly(
         model: An mlx-lm model.
         tokens: A text; its first `QUICK_LENGTH` tokens are read.
         frame_tokens: A varied text for key scaling; its first `QUICK_FRAME_TOKENS` are read.
-        given: Further arguments of `calibrate`.
+        options: Further arguments of `calibrate`.
 
     Raises:
         ValueError: As `calibrate`.
@@ -250,7 +251,7 @@ def calibrate_quickly(
         grid=QUICK_GRID,
         frame_tokens=frame_tokens[:QUICK_FRAME_TOKENS],
         windows=QUICK_WINDOWS,
-        **given,
+        **options,
     )
 
 

@@ -78,17 +78,17 @@ def fitted(frame: Frame, sample: FrameSample, centred: bool = True) -> Frame:
     rows = np.array(mx.take_along_axis(sample.keys, mx.array(drawn)[..., None], axis=1))
     rows = (rows - centre[:, None]) / scale[:, None]
     rows = rows.reshape(H, STEPS, SAMPLE, D // group, group).transpose(1, 0, 3, 2, 4)
-    found = np.zeros((2, H * D // group, group), np.float32)  # centre and log scale
-    mean, square = np.zeros_like(found), np.zeros_like(found)
+    scaling = np.zeros((2, H * D // group, group), np.float32)  # centre and log scale
+    mean, square = np.zeros_like(scaling), np.zeros_like(scaling)
     for step, of_step in enumerate(rows.reshape(STEPS, -1, SAMPLE, group)):
-        slopes = _slopes(found[0], found[1], of_step, energies)
+        slopes = _slopes(scaling[0], scaling[1], of_step, energies)
         slopes[0] *= centred
         mean += (1 - KEPT[0]) * (slopes - mean)
         square += (1 - KEPT[1]) * (slopes**2 - square)
-        unbiased = [1 - kept ** (step + 1) for kept in KEPT]
+        unbiased = [1 - decay ** (step + 1) for decay in KEPT]
         rate = RATE * (1 - step / STEPS)
-        found -= rate * (mean / unbiased[0]) / (np.sqrt(square / unbiased[1]) + EPSILON)
-    moved, log_scale = (each.reshape(H, D) for each in found)
+        scaling -= rate * (mean / unbiased[0]) / (np.sqrt(square / unbiased[1]) + EPSILON)
+    moved, log_scale = (each.reshape(H, D) for each in scaling)
     return Frame(mx.array(centre + scale * moved), mx.array(scale * np.exp(log_scale)))
 
 
@@ -183,7 +183,7 @@ class KeyUse:
         for first in range(0, queries.shape[2], QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, queries.shape[2])
             end = (last - 1) * QUERY_STEP + 1
-            seen = by_query_head[:, :, :end]
+            visible = by_query_head[:, :, :end]
             at = mx.arange(first, last)[:, None] * QUERY_STEP
             _, logits, lse = scaled_dot_product_attention_with_scores(
                 queries[:, :, first:last],
@@ -199,8 +199,8 @@ class KeyUse:
             o = outs[:, :, first:last]
             of_queries = mx.square(o).sum(axis=-1, keepdims=True)
             sums = squares @ mx.concatenate([o, of_queries, mx.ones_like(of_queries)], axis=-1)
-            cost = mx.square(seen).sum(axis=-1) * sums[..., -1] + sums[..., -2]
-            total[:, :, :end] += cost - 2 * (seen * sums[..., :-2]).sum(axis=-1)
+            cost = mx.square(visible).sum(axis=-1) * sums[..., -1] + sums[..., -2]
+            total[:, :, :end] += cost - 2 * (visible * sums[..., :-2]).sum(axis=-1)
             mx.eval(total)
         weights = total.reshape(B, H, group, T).sum(axis=2)
         return out, cls(queries, mx.maximum(weights, 0))

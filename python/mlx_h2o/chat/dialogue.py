@@ -98,7 +98,7 @@ class Dialogue:
         if begun:
             new_turn(self.cache, self._carry)
         self._pin_by_rules(new, messages)
-        said: list[int] = []
+        answer: list[int] = []
         reading = PeakMemory(describe(self.cache).nbytes)
         try:
             of_model = self._model, self._tokenizer
@@ -111,13 +111,13 @@ class Dialogue:
                 prompt_progress_callback=no_progress if read else progress,
                 **options,
             ):
-                if not said:
+                if not answer:
                     self._peak = reading.most
-                said.append(response.token)
+                answer.append(response.token)
                 yield response
         finally:
             # The caller may stop in between; the caches know how far they are.
-            whole = [*self.tokens, *new, *said]
+            whole = [*self.tokens, *new, *answer]
             read = bounded_entries(self.cache)[0].offset
             self.tokens, self._pending = whole[:read], whole[read:]
 
@@ -136,10 +136,10 @@ class Dialogue:
             return _rendered(tokenizer, self._messages(text))
         # The template's tokens after a reply, whatever the reply is: where two conversations with
         # different replies agree again.
-        asked = {"role": "user", "content": "?"}
-        said = {"role": "user", "content": text}
+        question = {"role": "user", "content": "?"}
+        turn = {"role": "user", "content": text}
         both = [
-            _rendered(tokenizer, [asked, {"role": "assistant", "content": word}, said])
+            _rendered(tokenizer, [question, {"role": "assistant", "content": word}, turn])
             for word in ("yes", "no")
         ]
         same = 0
@@ -150,8 +150,8 @@ class Dialogue:
         # the template with more of them.
         ends = [*self.tokens, *self._pending]
         lengths = range(len(following), 0, -1)
-        known = next((n for n in lengths if ends[-n:] == following[:n]), 0)
-        return following[known:]
+        overlap = next((n for n in lengths if ends[-n:] == following[:n]), 0)
+        return following[overlap:]
 
     def begin_turn(self, carry: float | str) -> None:
         """Set how much of the past counts from here on: a number from 0 to 1, also as text, or
@@ -195,11 +195,11 @@ class Dialogue:
 
     # -- contents ---------------------------------------------------------------------------------
 
-    def kept(self) -> list[tuple[str, float]]:
+    def retention(self) -> list[tuple[str, float]]:
         """Each token's text, and the share of all KV heads that hold it."""
         layers = remembered(self.cache, len(self.tokens))
         heads = sum(layer.heads for layer in layers)
-        holding = sum((layer.held for layer in layers), np.zeros(len(self.tokens)))
+        holding = sum((layer.holders for layer in layers), np.zeros(len(self.tokens)))
         shares = (holding / max(heads, 1)).tolist()
         return list(zip(token_texts(self._tokenizer, self.tokens), shares, strict=True))
 
@@ -210,16 +210,16 @@ class Dialogue:
         """
         special = special_ids(self._tokenizer)
         text, shares = "", list[float]()
-        for token, (part, share) in zip(self.tokens, self.kept(), strict=True):
+        for token, (part, share) in zip(self.tokens, self.retention(), strict=True):
             part = MARK if token in special else part.replace(MARK, "")
             text += part
             shares += [share] * len(part)
         words: list[tuple[str, float]] = []
-        for found in SAID.finditer(text):
-            if role := found["role"]:
+        for match in SAID.finditer(text):
+            if role := match["role"]:
                 words.append((f"{chr(10) if words else ''}{role}: ", 1.0))
-            elif word := found["word"]:
-                of = shares[found.start() : found.end()]
+            elif word := match["word"]:
+                of = shares[match.start() : match.end()]
                 words.append((word, sum(of) / len(of)))
         return words
 
@@ -273,8 +273,8 @@ class Dialogue:
             raise ValueError(f"{path} holds no conversation of mlx_h2o chat.")
         require_model(metadata, self._fingerprint, model, path)
         try:
-            said = json.loads(metadata[TOKENS])
-            tokens, pending = [[int(t) for t in said[name]] for name in ("tokens", "pending")]
+            state = json.loads(metadata[TOKENS])
+            tokens, pending = [[int(t) for t in state[name]] for name in ("tokens", "pending")]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error!r}.") from error
         if len(tokens) != bounded_entries(list(cache))[0].offset or len(cache) != len(self.cache):

@@ -90,23 +90,23 @@ class Trace:
     last_score: NDArray[np.float32]
     last_priority: NDArray[np.float32]
 
-    def held(self, read: int | None = None) -> NDArray[np.bool_]:
+    def presence(self, read: int | None = None) -> NDArray[np.bool_]:
         """The tokens that each head held after `read` of them (all by default), `[R, T]`."""
         T = len(self.texts)
         read = T if read is None else read
-        known = np.arange(T) < read
-        return known & ((self.dropped_at < 0) | (self.dropped_at > read))
+        read_so_far = np.arange(T) < read
+        return read_so_far & ((self.dropped_at < 0) | (self.dropped_at > read))
 
     @property
     def share(self) -> float:
         """The share of the text that is held at the end, mean over heads."""
-        return float(self.held().mean())
+        return float(self.presence().mean())
 
-    def held_by_layer(self) -> dict[str, float]:
+    def by_layer(self) -> dict[str, float]:
         """Tokens held at the end in each layer, mean over its KV heads."""
         counts: dict[str, list[int]] = {}
-        for head, held in zip(self.heads, self.held().sum(axis=1).tolist(), strict=True):
-            counts.setdefault(head.layer, []).append(held)
+        for head, tokens in zip(self.heads, self.presence().sum(axis=1).tolist(), strict=True):
+            counts.setdefault(head.layer, []).append(tokens)
         return {layer: sum(of) / len(of) for layer, of in counts.items()}
 
     def old_words(self, count: int) -> list[tuple[str, float]]:
@@ -119,7 +119,7 @@ class Trace:
             Words with the share of heads that hold their best token; ties go to the oldest.
         """
         T = len(self.texts)
-        shares = self.held().mean(axis=0)
+        shares = self.presence().mean(axis=0)
         old = range(min(self.sink, T), max(0, T - max(head.budget for head in self.heads)))
         owner = [i for i, text in enumerate(self.texts) for _ in text]  # each character's token
         words: dict[str, float] = {}
@@ -150,7 +150,7 @@ class Trace:
             "title": f"What {self.model} remembers",
             "policy": self.policy + (" with remainder" if self.remainder else ", no remainder"),
             "budget": f"{budget} slots per KV head",
-            "heads": f"{len(self.heads)} KV heads in {len(self.held_by_layer())} layers",
+            "heads": f"{len(self.heads)} KV heads in {len(self.by_layer())} layers",
             "length": f"{len(self.texts):,} tokens",
             "share": f"{self.share:.1%}",
             "nbytes": size_text(self.nbytes),
@@ -195,19 +195,19 @@ def trace(
     if not tokens or prefill < 1:
         raise ValueError("Give at least one token of text, and a prefill of at least 1.")
     T, read = len(tokens), 0
-    seen: _SoFar | None = None
+    history: _SoFar | None = None
     while read < T:
         chunk = tokens[read : read + (1 if read else prefill)]
         logits_of(model, mx.array([chunk]), cache)
         looks = [look(entry, run) for _, entry in layers for run in runs_of(entry)]
         mx.eval(looks, [entry.state for entry in cache])
         read += len(chunk)
-        if seen is None:
-            seen = _SoFar([h for layer, entry in layers for h in heads_of(layer, entry)], T)
-        seen.note(looks, read)
+        if history is None:
+            history = _SoFar([h for layer, entry in layers for h in heads_of(layer, entry)], T)
+        history.note(looks, read)
         if progress is not None:
             progress(read, T)
-    assert seen is not None
+    assert history is not None
     entry = layers[0][1]
     return Trace(
         model=name or model_name(model),
@@ -218,10 +218,10 @@ def trace(
         prefill=min(prefill, T),
         nbytes=sum(entry.nbytes for _, entry in layers),
         texts=token_texts(tokenizer, tokens),
-        heads=seen.heads,
-        dropped_at=seen.dropped_at,
-        last_score=seen.last_score,
-        last_priority=seen.last_priority,
+        heads=history.heads,
+        dropped_at=history.dropped_at,
+        last_score=history.last_score,
+        last_priority=history.last_priority,
     )
 
 
@@ -236,16 +236,16 @@ class _SoFar:
 
     def note(self, looks: Sequence[tuple[mx.array, mx.array, mx.array]], read: int) -> None:
         """Note what all heads hold after `read` tokens, from `look` at each run."""
-        held = np.zeros(self.dropped_at.shape, bool)
+        present = np.zeros(self.dropped_at.shape, bool)
         first = 0
         for positions, scores, priority in looks:
             rows = slice(first, first + positions.shape[0])
             at = np.array(positions)
-            np.put_along_axis(held[rows], at, True, axis=1)
+            np.put_along_axis(present[rows], at, True, axis=1)
             np.put_along_axis(self.last_score[rows], at, np.array(scores), axis=1)
             np.put_along_axis(self.last_priority[rows], at, np.array(priority), axis=1)
             first = rows.stop
-        gone = ~held & (np.arange(held.shape[1]) < read)
+        gone = ~present & (np.arange(present.shape[1]) < read)
         self.dropped_at[(self.dropped_at < 0) & gone] = read
 
 
@@ -306,12 +306,12 @@ class LayerMemory:
     Attributes:
         layer: Its place in the cache list ("3", or "3.1" within a CacheList).
         heads: Its KV heads.
-        held: `[T]` the number of heads that hold each token.
+        holders: `[T]` the number of heads that hold each token.
     """
 
     layer: str
     heads: int
-    held: NDArray[np.int64]
+    holders: NDArray[np.int64]
 
 
 def remembered(cache: Sequence[Any], T: int) -> list[LayerMemory]:
@@ -325,10 +325,10 @@ def remembered(cache: Sequence[Any], T: int) -> list[LayerMemory]:
     for place, entry in bounded_layers(cache):
         if entry.empty():
             continue
-        held, heads = np.zeros(T, np.int64), 0
+        holders, heads = np.zeros(T, np.int64), 0
         for run in runs_of(entry):
             positions = np.asarray(entry.slots(run).positions)[0]  # [heads, N]
-            held += np.bincount(positions.ravel(), minlength=T)[:T]
+            holders += np.bincount(positions.ravel(), minlength=T)[:T]
             heads += len(positions)
-        layers.append(LayerMemory(place, heads, held))
+        layers.append(LayerMemory(place, heads, holders))
     return layers

@@ -83,15 +83,15 @@ def spans_for(
             )
     prompt = PromptText.of(tokenizer, tokens)
     matches = (match.span() for p in rules.patterns for match in re.finditer(p, prompt.text))
-    found = [
+    spans = [
         *of_roles(rules.roles, messages, prompt.text),
         *of_texts(rules.texts, prompt.text),
         *whole_sentences(prompt.text, matches),
     ]
     if rules.predicate is not None:
-        found += (s for s in sentences_of(prompt.text) if rules.predicate(prompt.text[slice(*s)]))
-    given = ((first + start, first + end) for start, end in rules.spans)
-    return joined((*given, *prompt.positions(found, first)))
+        spans += (s for s in sentences_of(prompt.text) if rules.predicate(prompt.text[slice(*s)]))
+    of_rules = ((first + start, first + end) for start, end in rules.spans)
+    return joined((*of_rules, *prompt.positions(spans, first)))
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,15 @@ class PromptText:
         ends = list(accumulate(map(len, texts)))
         return cls("".join(texts), [0, *ends[:-1]], ends)
 
-    def positions(self, found: Iterable[Span], first: int = 0) -> tuple[Span, ...]:
+    def positions(self, parts: Iterable[Span], first: int = 0) -> tuple[Span, ...]:
         """The positions of the tokens that stand for some parts of the text.
 
         Args:
-            found: The parts' begins and ends in the text.
+            parts: The parts' begins and ends in the text.
             first: The position of the first token.
         """
         spans = []
-        for start, stop in joined(span for span in found if span[0] < span[1]):
+        for start, stop in joined(span for span in parts if span[0] < span[1]):
             begin = bisect_right(self.ends, start)
             # A token that begins a character has no text of its own: the next one has it.
             while begin and self.starts[begin - 1] == self.ends[begin - 1] == start:
@@ -181,10 +181,10 @@ def of_texts(texts: Sequence[str], text: str, required: bool = True) -> Iterator
     Raises:
         ValueError: A required text is missing.
     """
-    for wanted in texts:
-        places = [match.span() for match in re.finditer(re.escape(wanted), text)] if wanted else []
+    for part in texts:
+        places = [match.span() for match in re.finditer(re.escape(part), text)] if part else []
         if not places and required:
-            raise ValueError(f"The prompt does not contain {wanted!r}, so it cannot be pinned.")
+            raise ValueError(f"The prompt does not contain {part!r}, so it cannot be pinned.")
         yield from places
 
 

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     identity = identity_by_kinds(model, kinds)
     out = args.out or place_for(model, identity)
     require_writable("--out", out)
-    kept = CalibratedLayers(out.with_name(out.name + ".part"))
+    checkpoint = CalibratedLayers(out.with_name(out.name + ".part"))
     details = {
         "text": args.text.name,
         "date": date.today().isoformat(),
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
         shared: dict[str, Any] = {
             "policy": args.policy,
             "frame_tokens": frame_tokens(tokenizer),
-            "kept": kept,
+            "checkpoint": checkpoint,
             "details": details,
             "progress": bar,
         }
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             profile = calibrate(model, tokens, length=args.length, **shared)
     write_kept(out, profile.save)
-    kept.end()
+    checkpoint.end()
     if args.json:
         print(json.dumps({"profile": str(out), "budgets": profile.budgets(args.show)}))
         return

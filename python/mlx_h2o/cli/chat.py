@@ -128,7 +128,7 @@ class Talk:
             "pin": self._pin,
             "pins": self._pins,
             "unpin": self._unpin,
-            "kept": self._kept,
+            "kept": self._show_kept,
             "turn": self._turn,
             "save": self._save,
             "load": self._load,
@@ -244,7 +244,7 @@ class Talk:
         self._last = ""
         print("cleared")
 
-    def _kept(self, _: str) -> None:
+    def _show_kept(self, _: str) -> None:
         marks = (DIM, PLAIN) if sys.stdout.isatty() else ("[", "]")
         out, lost = "", False
         for text, share in self._dialogue.kept_words():

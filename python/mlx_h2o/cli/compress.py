@@ -101,20 +101,20 @@ def run(args: argparse.Namespace) -> None:
     written = {**about, "compressed": str(args.to), **conversation(tokens)}
     write_kept(args.out, lambda path: save_prompt_cache(path, cache, written))
     full = len(tokens) * sum(map(plain_bytes, layer_kinds(model)))
-    held = sum(entry.nbytes for entry in cache if hasattr(entry, "nbytes"))
-    told = {
+    nbytes = sum(entry.nbytes for entry in cache if hasattr(entry, "nbytes"))
+    summary = {
         "out": str(args.out),
         "tokens": len(tokens),
         "pinned": sum(end - first for first, end in pins),
-        "kv_bytes": held,
+        "kv_bytes": nbytes,
         "full_bytes": full,
     }
     if args.json:
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return
     print(
-        f"{args.out}: {len(tokens):,} tokens, {told['pinned']:,} of them pinned, in {held:,} bytes "
-        f"of KV, {held / full:.0%} of a 16-bit cache's"
+        f"{args.out}: {len(tokens):,} tokens, {summary['pinned']:,} of them pinned, in "
+        f"{nbytes:,} bytes of KV, {nbytes / full:.0%} of a 16-bit cache's"
     )
 
 

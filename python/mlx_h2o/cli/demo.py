@@ -87,34 +87,34 @@ def run(args: argparse.Namespace) -> None:
         )
     first = cast(list[int], task.prompts[0].tolist())
     question = tokenizer.decode(first[task.questions[0] :])
-    wanted = tokenizer.decode(list(task.answers[0])).strip()
+    expected = tokenizer.decode(list(task.answers[0])).strip()
     title = f"{name}: facts asked for after {TOKENS} tokens, in the bytes of {MAX_SIZE}"
-    show(table(results, title, wanted), args.markdown)
-    print(f'The first one was asked for with "{question.strip()}"; {wanted} was planted.')
+    show(table(results, title, expected), args.markdown)
+    print(f'The first one was asked for with "{question.strip()}"; {expected} was planted.')
     if args.out:
         write_kept(args.out / "demo.png", lambda path: draw(results, title, path), ".png")
         print(f"The chart is {args.out / 'demo.png'}.", file=sys.stderr)
 
 
-def table(results: list[Answers], title: str, wanted: str) -> Table:
+def table(results: list[Answers], title: str, expected: str) -> Table:
     """The answers for a terminal.
 
     Args:
         results: The answers with each cache.
         title: The table's title.
-        wanted: The correct first answer.
+        expected: The correct first answer.
     """
     rows = Table(title=title)
     rows.add_column("cache")
     for column in ("KV bytes", "of full", "facts"):
         rows.add_column(column, justify="right")
-    rows.add_column(f"its first answer ({wanted})")
+    rows.add_column(f"its first answer ({expected})")
     for result in results:
         rows.add_row(
             result.method,
             f"{result.nbytes:,}",
             f"{result.nbytes / results[0].nbytes:.0%}",
             f"{sum(result.right)}/{len(result.right)}",
-            result.said[0],
+            result.texts[0],
         )
     return rows

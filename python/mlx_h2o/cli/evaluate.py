@@ -199,8 +199,8 @@ def methods_of(args: argparse.Namespace, by_profile: bool = True) -> list[Method
     methods = default_methods(policies, budgets if by_profile else None, measures)
     for name in args.only:
         if not any(method.label.startswith(name) for method in methods):
-            known = ", ".join(method.label for method in methods)
-            raise ValueError(f"--only {name!r}: no cache's name begins so; there are {known}.")
+            labels = ", ".join(method.label for method in methods)
+            raise ValueError(f"--only {name!r}: no cache's name begins so; there are {labels}.")
     if args.only:
         methods = [method for method in methods if method.label.startswith((FULL, *args.only))]
     tokens = () if args.shares else args.max_kv_size or preset.tokens

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     cache = bounded_cache(model, settings)
     tokens = tokenizer.encode(text, truncation=True, max_length=args.tokens)
     with progress_bar("reading", "tokens", transient=True) as bar:
-        found = trace(
+        result = trace(
             model,
             tokenizer,
             tokens,
@@ -78,31 +78,31 @@ def run(args: argparse.Namespace) -> None:
             name=args.model,
             progress=bar,
         )
-    page = found.html()
+    page = result.html()
     write_kept(args.out, lambda path: path.write_text(page, encoding="utf-8"))
     if args.json:
-        print(json.dumps({"page": str(args.out.absolute()), **found.as_dict()}))
+        print(json.dumps({"page": str(args.out.absolute()), **result.as_dict()}))
     else:
         print(f"{args.out.absolute()}: open it in a browser")
-        print("\n".join(summary(found)))
+        print("\n".join(summary(result)))
         if args.all:
-            print("\n".join(layer_lines(found)))
+            print("\n".join(layer_lines(result)))
 
 
-def summary(found: Trace) -> list[str]:
+def summary(result: Trace) -> list[str]:
     """The remembered tokens, in four lines."""
-    T, counts = len(found.texts), found.held_by_layer()
+    T, counts = len(result.texts), result.by_layer()
     least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
     lines = [
-        f"{T:,} tokens were read by {found.model}; {size_text(found.nbytes)} are held, "
-        f"policy {found.policy}{' with remainder' if found.remainder else ''}",
-        f"a KV head holds {found.share * T:,.0f} of them ({found.share:.1%}) on average: "
+        f"{T:,} tokens were read by {result.model}; {size_text(result.nbytes)} are held, "
+        f"policy {result.policy}{' with remainder' if result.remainder else ''}",
+        f"a KV head holds {result.share * T:,.0f} of them ({result.share:.1%}) on average: "
         f"{counts[most]:,.0f} in layer {most}, {counts[least]:,.0f} in layer {least}",
     ]
-    if not (found.dropped_at >= 0).any():
+    if not (result.dropped_at >= 0).any():
         return [*lines, "nothing was dropped: the text fits into the budget (try more --tokens)"]
-    somewhere = found.held().any(axis=0).mean()
-    words = ", ".join(f"{word} ({share:.0%})" for word, share in found.old_words(10) if share)
+    somewhere = result.presence().any(axis=0).mean()
+    words = ", ".join(f"{word} ({share:.0%})" for word, share in result.old_words(10) if share)
     return [
         *lines,
         f"{somewhere:.0%} of the tokens are held by some head; no head holds the others any more",
@@ -110,6 +110,6 @@ def summary(found: Trace) -> list[str]:
     ]
 
 
-def layer_lines(found: Trace) -> list[str]:
+def layer_lines(result: Trace) -> list[str]:
     """Tokens held per layer, mean over its KV heads."""
-    return [f"layer {layer}: {held:,.0f} tokens" for layer, held in found.held_by_layer().items()]
+    return [f"layer {layer}: {tokens:,.0f} tokens" for layer, tokens in result.by_layer().items()]

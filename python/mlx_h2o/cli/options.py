@@ -176,14 +176,14 @@ def profile_choice(args: argparse.Namespace) -> tuple[str | None, str]:
     return args.profile, PROFILES[0]
 
 
-def typed(convert: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
+def typed(convert: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
     """An option's type whose error message says which value is wanted."""
 
     def converted(text: str) -> Any:
         try:
             return convert(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"it must be {wanted}; got {text!r}") from None
+            raise argparse.ArgumentTypeError(f"it must be {expected}; got {text!r}") from None
 
     return converted
 
@@ -235,7 +235,7 @@ def cache_options(args: argparse.Namespace, default_size: int) -> dict[str, Any]
             _checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     own, rare = policy_and_options(args.policy) if args.policy else (None, {})
     budgets, measures = profile_choice(args)
-    given = {
+    options = {
         "max_size": args.max_kv_size,
         "max_bytes": args.conversation_memory,
         "context": args.context,
@@ -247,7 +247,7 @@ def cache_options(args: argparse.Namespace, default_size: int) -> dict[str, Any]
         "spill": args.spill,
         **rare,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings:
@@ -258,9 +258,9 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
     Raises:
         ValueError: The settings are invalid; the message names the option.
     """
-    given = cache_options(args, default_size)
-    settings = ModelSettings.of(**given)
-    if args.positions == "rolling" and "remainder" not in given:
+    options = cache_options(args, default_size)
+    settings = ModelSettings.of(**options)
+    if args.positions == "rolling" and "remainder" not in options:
         print("--positions rolling: evicted tokens leave no remainder.", file=sys.stderr)
     return settings
 

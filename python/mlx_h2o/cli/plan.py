@@ -41,5 +41,5 @@ def run(args: argparse.Namespace) -> None:
     prompt = _checks.whole("--prompt-tokens", args.prompt_tokens, 1, _checks.MOST_TOKENS)
     chunk = _checks.whole("--chunk", args.chunk, 1, _checks.MOST_TOKENS)
     model, _ = load_model(args)
-    told = planned_memory(model, settings, prompt, min(chunk, prompt))
-    print(json.dumps(told.as_json()) if args.json else told)
+    plan = planned_memory(model, settings, prompt, min(chunk, prompt))
+    print(json.dumps(plan.as_json()) if args.json else plan)

@@ -227,8 +227,8 @@ def check_options(args: argparse.Namespace) -> None:
             args.sessions.mkdir(mode=0o700, parents=True)
         require_folder("--sessions", args.sessions)
     elif args.sessions_memory is not None or args.sessions_days is not None:
-        given = "--sessions-days" if args.sessions_memory is None else "--sessions-memory"
-        raise ValueError(f"{given} is about the folder of --sessions DIR: give that too.")
+        option = "--sessions-days" if args.sessions_memory is None else "--sessions-memory"
+        raise ValueError(f"{option} is about the folder of --sessions DIR: give that too.")
     cache_defaults(args)
 
 

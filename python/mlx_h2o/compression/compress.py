@@ -114,8 +114,8 @@ def _ids(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> mx.array:
     Raises:
         ValueError: The prompt is empty.
     """
-    given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    tokens = given if isinstance(given, mx.array) else mx.array(list(given))
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    tokens = ids if isinstance(ids, mx.array) else mx.array(list(ids))
     tokens = tokens[None] if tokens.ndim == 1 else tokens
     if not tokens.size:
         raise ValueError("The prompt is empty.")

@@ -68,7 +68,7 @@ def tokens_of_work(steps: int) -> int:
     return (CONTINUATIONS + steps) * LESSON if steps else 0
 
 
-class Kept:
+class RowsOfLayer:
     """The rows that a layer keeps of one prompt, padded to its largest head.
 
     Args:
@@ -135,8 +135,9 @@ class LearningCache(Looking):
         offset: Tokens of the prompt.
     """
 
-    def __init__(self, kept: Kept, rows: Rows, offset: int):
-        self.layer, self.there, self.rows, self.offset = kept.layer, kept.there, rows, offset
+    def __init__(self, before: RowsOfLayer, rows: Rows, offset: int):
+        self.layer, self.there = before.layer, before.there
+        self.rows, self.offset = rows, offset
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> None:
         """None, whatever the arguments: `look` determines the mask."""
@@ -208,8 +209,8 @@ def distil(
     """
     full = full_reading(model, tokens)
     taught = lessons(model, tokenizer, tokens, full, tell)
-    kept = [Kept(cast(Layer, entry.layer)) for entry in bounded]
-    moves = [{name: mx.zeros_like(rows) for name, rows in of.rows.items()} for of in kept]
+    of_layers = [RowsOfLayer(cast(Layer, entry.layer)) for entry in bounded]
+    moves = [{name: mx.zeros_like(rows) for name, rows in of.rows.items()} for of in of_layers]
 
     def predictions(lesson: Lesson, learning: Sequence[Looking] = ()) -> mx.array:
         own = [e if learning and is_plain(e) else copy.deepcopy(e) for e in full]
@@ -220,21 +221,21 @@ def distil(
         logarithms: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return logarithms
 
-    def apart(by: list[Rows], lesson: Lesson, wanted: mx.array) -> mx.array:
+    def apart(by: list[Rows], lesson: Lesson, targets: mx.array) -> mx.array:
         now = [
             LearningCache(of, rounded(of.layer, of.moved(move)), tokens.shape[1])
-            for of, move in zip(kept, by, strict=True)
+            for of, move in zip(of_layers, by, strict=True)
         ]
-        kl: mx.array = mx.exp(wanted) * (wanted - predictions(lesson, now))
+        kl: mx.array = mx.exp(targets) * (targets - predictions(lesson, now))
         return kl.sum(axis=-1).mean()
 
     optimizer, gradient_of = optim.Adam(learning_rate=RATE), mx.grad(apart)
     for i in range(steps):
         lesson = taught[i % len(taught)]
-        wanted = predictions(lesson)
-        mx.eval(wanted)
+        targets = predictions(lesson)
+        mx.eval(targets)
         try:
-            gradient = gradient_of(moves, lesson, wanted)
+            gradient = gradient_of(moves, lesson, targets)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 "This model has an operation without a gradient, so rows cannot be moved: leave "
@@ -243,7 +244,7 @@ def distil(
         moves = optimizer.apply_gradients({"rows": gradient}, {"rows": moves})["rows"]
         mx.eval(moves, optimizer.state)
         tell(LESSON)
-    for of, move in zip(kept, moves, strict=True):
+    for of, move in zip(of_layers, moves, strict=True):
         of.write(of.moved(move))
 
 

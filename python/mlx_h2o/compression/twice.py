@@ -306,12 +306,12 @@ def _cut(
     if not look.fits:
         return
     anchors = []
-    for worth, at, kept in zip(worths, places, positions_of(layer), strict=True):
+    for worth, at, positions in zip(worths, places, positions_of(layer), strict=True):
         order = np.argsort(at, axis=1)
         where = np.stack(
             [
                 row[np.searchsorted(old, new, sorter=row)]
-                for row, old, new in zip(order, at, kept, strict=True)
+                for row, old, new in zip(order, at, positions, strict=True)
             ]
         )
         anchors.append(np.square(np.minimum(np.take_along_axis(worth, where, axis=1), STAYS)))

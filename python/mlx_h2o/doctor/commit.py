@@ -24,9 +24,9 @@ def of_checkout(root: Path) -> str:
     """The commit of the repository's root, or nothing where git does not know it."""
     if not ((root / ".git").exists() and (root / "pyproject.toml").exists()):
         return ""
-    found = _git(root, "rev-parse", "--short=12", "HEAD")
+    revision = _git(root, "rev-parse", "--short=12", "HEAD")
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return f"{found}, changed" if found and changed else found
+    return f"{revision}, changed" if revision and changed else revision
 
 
 def _recorded(record: Path) -> str:

@@ -48,8 +48,8 @@ def caches_in_16_bits(
         replace(kind, widths=replace(kind.widths, key_size=PLAIN_ELEMENT, value_size=PLAIN_ELEMENT))
         for kind in layer_kinds(model)
     ]
-    given = tokens * sum(map(plain_bytes, kinds))
-    sized = replace(settings, max_size=None, max_bytes=given, context=context)
+    size = tokens * sum(map(plain_bytes, kinds))
+    sized = replace(settings, max_size=None, max_bytes=size, context=context)
     return bounded_caches(model, sized, kinds)
 
 

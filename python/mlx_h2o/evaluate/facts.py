@@ -156,11 +156,11 @@ def _planted(
     first: list[int],
     prose: list[list[int]],
     statements: list[list[int]],
-    asked: int,
+    target: int,
     rng: random.Random,
     within: int | None,
 ) -> tuple[list[int], int]:
-    """Paragraphs with statements at random places between them; and where `asked` begins."""
+    """Paragraphs with statements at random places between them; and where `target` begins."""
     open_to = len(prose) + 1
     if within is not None:  # prose before the last place, and all statements, must fit
         left = within - len(first) - sum(map(len, statements))
@@ -173,7 +173,7 @@ def _planted(
     for i in range(len(prose) + 1):
         for place, which in zip(places, order, strict=True):
             if place == i:
-                if which == asked:
+                if which == target:
                     at = len(row)
                 row += statements[which]
         if i < len(prose):
@@ -251,15 +251,15 @@ def paragraphs_of(
     if room == 0:
         return []
     i = rng.randrange(len(paragraphs))
-    taken: list[list[int]] = []
-    while sum(map(len, taken)) < room:
-        taken.append(paragraphs[i % len(paragraphs)])
+    chosen: list[list[int]] = []
+    while sum(map(len, chosen)) < room:
+        chosen.append(paragraphs[i % len(paragraphs)])
         i += 1
-    surplus = sum(map(len, taken)) - room
-    while surplus >= len(taken[0]):
-        surplus -= len(taken.pop(0))
-    taken[0] = taken[0][surplus:]
-    return taken
+    surplus = sum(map(len, chosen)) - room
+    while surplus >= len(chosen[0]):
+        surplus -= len(chosen.pop(0))
+    chosen[0] = chosen[0][surplus:]
+    return chosen
 
 
 def is_known(logits: mx.array, right: mx.array, least: float) -> mx.array:

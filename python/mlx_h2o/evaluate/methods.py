@@ -116,8 +116,8 @@ class Method:
         try:
             if not self.in_16_bits:
                 return bounded_caches(model, ModelSettings.of(**self.options(model, context)))
-            given = self.plain_tokens(context)
-            return caches_in_16_bits(model, self.model_settings(), given, context)
+            tokens = self.plain_tokens(context)
+            return caches_in_16_bits(model, self.model_settings(), tokens, context)
         except ValueError as error:
             raise ValueError(f"{self.name} of {context} tokens: {error}") from error
 
@@ -152,24 +152,24 @@ class Method:
         size: int | str = f"{100 * (self.share or 1):g}%"
         if self.tokens is not None:
             size = self.tokens * sum(map(plain_bytes, layer_kinds(model)))
-        given: dict[str, Any] = {"max_bytes": size, "context": context}
+        keywords: dict[str, Any] = {"max_bytes": size, "context": context}
         if self.policy != DEFAULT_POLICY:
-            given["policy"] = self.policy
+            keywords["policy"] = self.policy
         if self.profile != PROFILES[0]:
-            given["profile"] = self.profile
+            keywords["profile"] = self.profile
         if self.budgets:
-            given["budgets"] = self.budgets
+            keywords["budgets"] = self.budgets
         if not self.remainder:
-            given["remainder"] = False
-        return given | dict(self.settings)
+            keywords["remainder"] = False
+        return keywords | dict(self.settings)
 
     def code(self, model: nn.Module, context: int) -> str:
         """The line of code that makes this cache; the arguments are those of `options`."""
-        given = ", ".join(
+        arguments = ", ".join(
             f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}"
             for name, value in self.options(model, context).items()
         )
-        return f"cache = mlx_h2o.make_prompt_cache(model, {given})"
+        return f"cache = mlx_h2o.make_prompt_cache(model, {arguments})"
 
     def model_settings(self) -> ModelSettings:
         """The settings of a policy's caches, with a size that stands for any."""

@@ -39,14 +39,14 @@ def page(
         f'<a href="#part{i}">{_text(section.title)}</a>' for i, section in enumerate(sections)
     )
     parts = "".join(_section(i, section) for i, section in enumerate(sections))
-    noted = "".join(f"<li>{_text(note)}</li>" for note in notes)
+    items = "".join(f"<li>{_text(note)}</li>" for note in notes)
     filled = {
         "title": _text(title),
         "answer": f"<p>{_text(answer)}</p>" if answer else "",
         "facts": listed,
         "links": links,
         "sections": parts,
-        "notes": f"<h2>Not measured</h2><ul>{noted}</ul>" if noted else "",
+        "notes": f"<h2>Not measured</h2><ul>{items}</ul>" if items else "",
     }
     text = PAGE.read_text(encoding="utf-8")
     for name, value in filled.items():

@@ -27,13 +27,13 @@ class Answers:
 
     Attributes:
         method: The cache's name.
-        said: One answer for each prompt.
+        texts: One answer for each prompt.
         right: Whether each answer is the planted one.
         nbytes: Bytes of one prompt's cache when it was answered, rows counted in 16 bits.
     """
 
     method: str
-    said: tuple[str, ...]
+    texts: tuple[str, ...]
     right: tuple[bool, ...]
     nbytes: int
 
@@ -79,14 +79,14 @@ def answers_of(
     logits = read(task.prompts[:, :prefill])
     for i in range(prefill, T, chunk):
         logits = read(task.prompts[:, i : i + chunk])
-    said = []
+    answers = []
     for _ in range(ANSWER_TOKENS):
-        said.append(mx.argmax(logits, axis=-1))
-        logits = read(said[-1][:, None])
-    tokens = cast(list[list[int]], mx.stack(said, axis=1).tolist())
+        answers.append(mx.argmax(logits, axis=-1))
+        logits = read(answers[-1][:, None])
+    tokens = cast(list[list[int]], mx.stack(answers, axis=1).tolist())
     texts = tuple(_first_words(tokenizer.decode(row)) for row in tokens)
-    wanted = [tokenizer.decode(list(answer)).strip() for answer in task.answers]
-    right = tuple(text == want for text, want in zip(texts, wanted, strict=True))
+    expected = [tokenizer.decode(list(answer)).strip() for answer in task.answers]
+    right = tuple(text == want for text, want in zip(texts, expected, strict=True))
     return Answers(method.label, texts, right, bytes_in_16_bits(cache, P))
 
 

@@ -114,9 +114,9 @@ def _size(chosen: Sequence[Measure], size: str) -> tuple[str, str, Any]:
     where, equals, value = size.partition("=")
     name, dot, field = where.partition(".")
     of = next((measure for measure in chosen if measure.name == name), None)
-    known = [one.name for one in fields(of)] if of is not None else []  # type: ignore[arg-type]
-    if not (equals and dot) or field not in known:
-        of_which = f"{name} has {', '.join(known)}" if known else "there is no such measure here"
+    names = [one.name for one in fields(of)] if of is not None else []  # type: ignore[arg-type]
+    if not (equals and dot) or field not in names:
+        of_which = f"{name} has {', '.join(names)}" if names else "there is no such measure here"
         raise ValueError(f"{size!r} is no MEASURE.SIZE=VALUE: {of_which}.")
     before = getattr(of, field)
     try:

@@ -17,7 +17,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.hosts import routing
-from mlx_h2o.hosts.own_attention import asked
+from mlx_h2o.hosts.own_attention import attend
 
 # Caches that hold nothing but rows of attention, and take the masks of their own `make_mask`.
 SERVED = (
@@ -81,7 +81,7 @@ class SideBySide(Looking):
         each = zip(self.parts, self._cut(call.q), self._handed, self.masks, strict=True)
         if call.softcap:
             outs = [
-                asked(part, queries, *rows, call.scale, own, call.softcap)
+                attend(part, queries, *rows, call.scale, own, call.softcap)
                 for part, queries, rows, own in each
             ]
             return mx.concatenate(outs)

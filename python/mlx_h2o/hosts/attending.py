@@ -58,9 +58,9 @@ def _attend(
     **others: Any,
 ) -> mx.array:
     # A newer library may give more, such as a sliding window.
-    if given := [name for name, value in others.items() if value is not None]:
+    if extras := [name for name, value in others.items() if value is not None]:
         raise ValueError(
-            f"This model's attention has {given[0]}={others[given[0]]!r}, which no bounded cache "
+            f"This model's attention has {extras[0]}={others[extras[0]]!r}, which no bounded cache "
             "knows: leave this layer the cache that its library makes."
         )
     out: mx.array = cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)

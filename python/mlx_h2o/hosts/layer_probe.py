@@ -108,10 +108,10 @@ def layer_kinds(model: nn.Module) -> list[LayerKind]:
             f"{architecture(model)} reads what its caches hold in a way that mlx-h2o does not know "
             f"({type(error).__name__}: {error}): leave its caches as they are."
         ) from error
-    found: list[LayerKind] = []
+    result: list[LayerKind] = []
     for entry in caches:
         trials = [trial for _, trial in entries([entry]) if isinstance(trial, _Trial)]
         kinds = [kind for kind in (trial.kind() for trial in trials) if kind is not None]
         attended = any(kind.routed for kind in kinds)
-        found += [replace(kind, indexes=attended and not kind.routed) for kind in kinds]
-    return found
+        result += [replace(kind, indexes=attended and not kind.routed) for kind in kinds]
+    return result

@@ -116,8 +116,8 @@ class _Watch(MetaPathFinder):
         if name not in self.actions:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = self._then_act(spec.loader.exec_module)  # type: ignore[assignment]
         return spec
@@ -157,10 +157,10 @@ def for_each_host(action: Callable[[Host], None]) -> None:
 
 def forget(owner: Any) -> None:
     """End `when_imported` and `for_each_host`; unknown owners are ignored."""
-    kept = {
+    modules = {
         name: [pair for pair in pairs if pair[0] is not owner]
         for name, pairs in _watch.actions.items()
     }
-    _watch.actions = {name: pairs for name, pairs in kept.items() if pairs}
+    _watch.actions = {name: pairs for name, pairs in modules.items() if pairs}
     if not _watch.actions and _watch in sys.meta_path:
         sys.meta_path.remove(_watch)

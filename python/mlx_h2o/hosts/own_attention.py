@@ -48,7 +48,7 @@ def _gemma2(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any
     q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
     k, v = cache.update_and_fetch(k, _heads(v, self.n_kv_heads))
     cap = float(self.attn_logit_softcapping)
-    return self.o_proj(_joined(asked(cache, q, k, v, self.scale, mask, cap)))
+    return self.o_proj(_joined(attend(cache, q, k, v, self.scale, mask, cap)))
 
 
 def _phi3small(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any:
@@ -67,10 +67,10 @@ def _phi3small(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> 
                 "alone."
             )
         # As in mlx-lm, a boolean mask is added, too.
-        seen = blocks_seen(self, cache.places(), first, L)
+        visible = blocks_seen(self, cache.places(), first, L)
         bias = mask.astype(q.dtype) if isinstance(mask, mx.array) else mx.zeros((), q.dtype)
-        mask = mx.where(seen, bias, mx.array(-mx.inf, q.dtype))
-    return self.dense(_joined(asked(cache, q, k, v, self.scale, mask)))
+        mask = mx.where(visible, bias, mx.array(-mx.inf, q.dtype))
+    return self.dense(_joined(attend(cache, q, k, v, self.scale, mask)))
 
 
 def blocks_seen(self: Any, places: mx.array, first: int, L: int) -> mx.array:
@@ -90,8 +90,8 @@ def blocks_seen(self: Any, places: mx.array, first: int, L: int) -> mx.array:
     heads = mx.arange(1, self.n_heads + 1)[:, None, None]
     strided = (of_rows + heads) % self.blocksparse_vert_stride == 0
     ahead = own[:, None] - of_rows
-    seen: mx.array = (ahead >= 0) & ((ahead < self.blocksparse_num_local_blocks) | strided)
-    return seen
+    visible: mx.array = (ahead >= 0) & ((ahead < self.blocksparse_num_local_blocks) | strided)
+    return visible
 
 
 def _plamo(
@@ -103,7 +103,7 @@ def _plamo(
     q = self.rotary_emb(q, offset=cache.offset)
     k = self.rotary_emb(_heads(k, H), offset=cache.offset)
     k, v = cache.update_and_fetch(k, _heads(v, H))
-    out = asked(cache, _regrouped(q, H), k, v, self.scale, attention_mask)
+    out = attend(cache, _regrouped(q, H), k, v, self.scale, attention_mask)
     return self.o_proj(_joined(_regrouped(out, out.shape[1] // H)))
 
 
@@ -116,7 +116,7 @@ def _plamo2(self: Any, hidden_states: mx.array, mask: Mask = None, cache: Any = 
     k = mx.fast.rms_norm(k, weight=None, eps=1e-6) * self.k_weight[:, None]
     q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
     k, v = cache.update_and_fetch(k, _heads(v, self.v_num_heads))
-    return self.o_proj(_joined(asked(cache, q, k, v, self.scale, mask)))
+    return self.o_proj(_joined(attend(cache, q, k, v, self.scale, mask)))
 
 
 def _stablelm(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any:
@@ -128,7 +128,7 @@ def _stablelm(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> A
         q, k = self.q_layernorm(q), self.k_layernorm(k)
     q, k = (self.rope(rows.transpose(0, 2, 1, 3), offset=cache.offset) for rows in (q, k))
     k, v = cache.update_and_fetch(k, _heads(self.v_proj(x), self.num_key_value_heads))
-    return self.o_proj(_joined(asked(cache, q, k, v, self.head_dim**-0.5, mask)))
+    return self.o_proj(_joined(attend(cache, q, k, v, self.head_dim**-0.5, mask)))
 
 
 #: The replacements by module; each module's class is called `Attention`.
@@ -175,7 +175,7 @@ def uninstall() -> None:
 
 def warn_if_changed(module: str) -> None:
     """Warn if a module is in the table, but its source is another than the known one."""
-    if module in TABLE and not any(known.__module__ == module for known in _replaced):
+    if module in TABLE and not any(replacement.__module__ == module for replacement in _replaced):
         warnings.warn(
             f"The attention of {module} is another than mlx-h2o knows, so its caches see less of "
             "it, or only keys (mlx_h2o.describe shows which). Use an mlx-h2o made for this mlx-lm.",
@@ -193,7 +193,7 @@ def digest_of(call: Call) -> str:
     return hashlib.sha256(" ".join(source.split()).encode()).hexdigest()
 
 
-def asked(
+def attend(
     cache: Any,
     q: mx.array,
     keys: Any,

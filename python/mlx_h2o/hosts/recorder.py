@@ -109,8 +109,8 @@ def _telling(block: type[nn.Module], watcher: Watcher) -> type[nn.Module]:
         finally:  # attention outside of every block belongs to no block
             watcher.layer = watcher.residual = None
 
-    told = {"__call__": __call__, "__module__": block.__module__}
-    return type(block.__name__, (block,), told)
+    members = {"__call__": __call__, "__module__": block.__module__}
+    return type(block.__name__, (block,), members)
 
 
 def _quick_to_compute(x: mx.array) -> mx.array:

@@ -60,10 +60,10 @@ def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
         ValueError: The keys of a layer have another RoPE, or none, or were changed after it.
     """
     routing.install()
-    known, ropes = _plain_ropes(model), list[Rope]()
+    plain, ropes = _plain_ropes(model), list[Rope]()
     pairs = zip(_keys_at(model, 0), _keys_at(model, FAR), strict=True)
     for layer, pair in enumerate(pairs):
-        rope = next((rope for rope in known if _explains(rope, *pair)), None)
+        rope = next((rope for rope in plain if _explains(rope, *pair)), None)
         if rope is None:
             raise ValueError(
                 f'positions="rolling" turns cached keys by their RoPE, and those of {name} have '

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_h2o.hosts.loaded import host_of, language_model
 
 # Ids of the models whose own caches are being made.
-_asked: ContextVar[frozenset[int]] = ContextVar("asked", default=frozenset())
+_in_progress: ContextVar[frozenset[int]] = ContextVar("asked", default=frozenset())
 
 
 def stock_caches(model: nn.Module) -> list[Any]:
@@ -24,12 +24,12 @@ def stock_caches(model: nn.Module) -> list[Any]:
 
 def asking() -> bool:
     """Whether some model's own caches are being made."""
-    return bool(_asked.get())
+    return bool(_in_progress.get())
 
 
 def is_asked(model: nn.Module) -> bool:
     """Whether `stock_caches` is making this model's caches: a call now stands in its place."""
-    return id(model) in _asked.get()
+    return id(model) in _in_progress.get()
 
 
 def caches_beneath(model: nn.Module) -> list[Any]:
@@ -53,8 +53,8 @@ def caches_beneath(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _asking(model: nn.Module) -> Iterator[None]:
-    token = _asked.set(_asked.get() | {id(model)})
+    token = _in_progress.set(_in_progress.get() | {id(model)})
     try:
         yield
     finally:
-        _asked.reset(token)
+        _in_progress.reset(token)

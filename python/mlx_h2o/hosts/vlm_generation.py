@@ -41,10 +41,12 @@ def _makes_bounded(model: Any) -> bool:
     return bool(bounded(make(language_model(model))))
 
 
-def _require_plain(model: Any, given: dict[str, Any], caches: Sequence[Any] | None = None) -> None:
+def _require_plain(
+    model: Any, arguments: dict[str, Any], caches: Sequence[Any] | None = None
+) -> None:
     """Raise ValueError if an option is given that bounded caches cannot have."""
     options = (("draft_model", NO_DRAFTS), ("apc_manager", NO_APC), ("kv_bits", NO_KV_BITS))
-    reasons = [reason for name, reason in options if given.get(name) is not None]
+    reasons = [reason for name, reason in options if arguments.get(name) is not None]
     if reasons and (bounded(caches) if caches else _makes_bounded(model)):
         raise ValueError(reasons[0])
 
@@ -56,8 +58,8 @@ def generating(original: Function) -> Function:
     @functools.wraps(original)
     def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
         call = signature.bind(*args, **kwargs).arguments
-        given = {**call, **call.get("kwargs", {})}
-        _require_plain(given["model"], given, given.get("prompt_cache"))
+        arguments = {**call, **call.get("kwargs", {})}
+        _require_plain(arguments["model"], arguments, arguments.get("prompt_cache"))
         steps: Iterator[Any] = original(*args, **kwargs)
         return steps
 

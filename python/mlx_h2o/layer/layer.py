@@ -333,10 +333,10 @@ class Layer:
         assert self.window is not None
         self.window.write_scores(scores)
 
-    def keep(self, kept: Sequence[Fields]) -> None:
+    def keep(self, fields: Sequence[Fields]) -> None:
         """Replace all slots by fields `[B, heads, length, ...]` for each run."""
         folded = self.remainder.arrays.values() if self.settings.remembers else ()
-        self.store.replace(kept, list(folded))
+        self.store.replace(fields, list(folded))
         self.forget_victims()
 
     def name_victims(self, due: Sequence[Run], victims: mx.array) -> None:

@@ -73,26 +73,26 @@ def repin(layer: Layer, settings: CacheSettings) -> None:
 def answer_of(layer: Layer, spans: Sequence[Span]) -> PinAnswer:
     """The result of pinning positions, given what the heads hold."""
     stored = [(first, min(end, layer.offset)) for first, end in spans if first < layer.offset]
-    wanted = np.array([p for first, end in stored for p in range(first, end)], np.int64)
-    if not wanted.size:
+    positions = np.array([p for first, end in stored for p in range(first, end)], np.int64)
+    if not positions.size:
         return PinAnswer(tuple(spans))
-    counts = _heads_that_hold(layer, wanted)
+    counts = _heads_that_hold(layer, positions)
     heads = layer.runs[-1].last * layer.store.fields["positions"].shape[0]
-    gone = spans_of(wanted[counts == 0].tolist())
-    partly = spans_of(wanted[(counts > 0) & (counts < heads)].tolist())
+    gone = spans_of(positions[counts == 0].tolist())
+    partly = spans_of(positions[(counts > 0) & (counts < heads)].tolist())
     return PinAnswer(without(spans, (*partly, *gone)), partly, gone)
 
 
-def _heads_that_hold(layer: Layer, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def _heads_that_hold(layer: Layer, pinned: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each position, how many heads, over all sequences, hold its token."""
     store = layer.store
-    counts = np.zeros(wanted.shape, np.int64)
+    counts = np.zeros(pinned.shape, np.int64)
     for run in store.runs:
         positions = np.array(true_positions(store.view(run, "positions"))).reshape(-1, run.length)
         for row in positions:
-            counts += np.isin(wanted, row)
+            counts += np.isin(pinned, row)
         newest = layer.offset - layer.window_length
-        counts += len(positions) * (wanted >= newest)
+        counts += len(positions) * (pinned >= newest)
     return counts
 
 

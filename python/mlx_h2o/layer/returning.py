@@ -280,8 +280,8 @@ def _candidates(
     # Absent rows would have their part of the softmax, as those that are held have.
     of_absent = np.where(absent, logits, -np.inf)
     lse = np.logaddexp(probe.logsums[head], np.logaddexp.reduce(of_absent, 1, keepdims=True))
-    given = np.exp(np.minimum(logits - lse, 0))
-    own = np.where((given.max(axis=0) >= LEAST_WANTED) & back.asks(head), given.mean(axis=0), 0)
+    weights = np.exp(np.minimum(logits - lse, 0))
+    own = np.where((weights.max(axis=0) >= LEAST_WANTED) & back.asks(head), weights.mean(axis=0), 0)
     masses = own.copy()
     for i in range(1, min(back.settings.ahead, len(at) - 1) + 1):
         behind = np.where(at[i:] - at[:-i] == i, own[:-i] * FADING**i, 0)

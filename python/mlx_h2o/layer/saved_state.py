@@ -86,13 +86,13 @@ def used_only(arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, dict[str,
             parts.append(part.flatten(1, 2))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
-    kept = {}
+    saved = {}
     for name, array in arrays.items():
         if name.startswith("slots."):
-            kept[name] = of_slots(array)
+            saved[name] = of_slots(array)
         else:
-            kept[name] = array[:, :, :rows] if name.startswith("recent.") else array
-    return kept, config | {"runs": tight}
+            saved[name] = array[:, :, :rows] if name.startswith("recent.") else array
+    return saved, config | {"runs": tight}
 
 
 def settings_of(

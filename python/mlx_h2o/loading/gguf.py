@@ -252,18 +252,18 @@ def check_shapes(model: nn.Module, file: GGUFFile, places: dict[str, str]) -> No
         places: The names from `places_of`.
     """
     parameters: Any = tree_flatten(model.parameters())
-    wanted = {name: array.shape for name, array in parameters}
+    shapes = {name: array.shape for name, array in parameters}
     for name, place in sorted(places.items()):
-        if place not in wanted:
+        if place not in shapes:
             raise ValueError(f"The GGUF file has an array that its model has not: {name}.")
-        shape = wanted.pop(place)
+        shape = shapes.pop(place)
         if file.shapes[name] != shape:
             raise ValueError(
                 f"The GGUF file's array {name} has the shape {file.shapes[name]}; its metadata "
                 f"asks for {shape}."
             )
-    if wanted:
-        raise ValueError(f"The GGUF file lacks the array of {min(wanted)}.")
+    if shapes:
+        raise ValueError(f"The GGUF file lacks the array of {min(shapes)}.")
 
 
 def halves_apart(rows: mx.array, heads: int) -> mx.array:

@@ -46,8 +46,8 @@ def pre_tokenizer_of(kind: str) -> Any:
         cut = pre_tokenizers.Split(Regex(_PATTERNS[kind]), behavior="isolated")
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([cut, as_bytes])
-    known = ", ".join([*_GPT2, *_SMOLLM, *_PATTERNS])
-    raise ValueError(f"The GGUF file's pre-tokenizer {kind!r} is not known; known are {known}.")
+    names = ", ".join([*_GPT2, *_SMOLLM, *_PATTERNS])
+    raise ValueError(f"The GGUF file's pre-tokenizer {kind!r} is not known; known are {names}.")
 
 
 def byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Any:

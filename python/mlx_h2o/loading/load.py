@@ -41,10 +41,10 @@ def model_path(name: str) -> str:
         return name
     folder = MODELS / name.removeprefix(PREFIX)
     if not (folder / "config.json").exists():
-        known = ", ".join(
+        names = ", ".join(
             sorted(PREFIX + path.parent.name for path in MODELS.glob("*/config.json"))
         )
-        raise ValueError(f"There is no {name}; built in: {known}.")
+        raise ValueError(f"There is no {name}; built in: {names}.")
     return str(folder)
 
 

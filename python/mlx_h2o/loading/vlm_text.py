@@ -26,8 +26,8 @@ class TextModel(nn.Module):
         """The logits `[B, L, V]` of tokens `[B, L]`."""
         model = self.language_model
         # M-RoPE: without images positions are those of the tokens, whatever was read before.
-        noted = {"_position_ids": None, "_rope_deltas": mx.zeros((inputs.shape[0], 1), mx.int32)}
-        for name, value in noted.items():
+        state = {"_position_ids": None, "_rope_deltas": mx.zeros((inputs.shape[0], 1), mx.int32)}
+        for name, value in state.items():
             if hasattr(model, name):
                 setattr(model, name, value)
         logits: mx.array = model(inputs, cache=cache).logits

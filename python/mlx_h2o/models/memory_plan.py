@@ -141,8 +141,8 @@ def planned_memory(
     # States of fixed size are not attended to.
     attended = [entry for entry in others if hasattr(entry, "keys")]
     pairs = max((_most_pairs(entry, prompt, chunk) for entry in attended), default=0)
-    reading, one, seen, used = _beside(model, settings, chunk, pairs)
-    grown = sum(_grown(entry, most, seen) for entry, most in zip(used, spans, strict=True))
+    reading, one, read, used = _beside(model, settings, chunk, pairs)
+    grown = sum(_grown(entry, most, read) for entry, most in zip(used, spans, strict=True))
     notes = [f"{len(others)} {OWN}"] if others else []
     trained = trained_context(model, 0)
     if 0 < trained < prompt and not settings.rolls:
@@ -197,24 +197,24 @@ def _beside(
     if pairs:  # very short chunks take most bytes for other things than scores
         longest = min(_LONGEST_BESIDE_OWN, max(chunk, _LONGEST))
     lengths = sorted({max(longest // 4, 1), max(longest // 2, 1), longest})
-    taken = []
+    measures = []
     for length in lengths if pairs else lengths[-2:]:
         caches = bounded_caches(model, settings)
-        taken.append((length, _taken(model, caches, length)))
-    one = _taken(model, caches, 1)
+        measures.append((length, _bytes_of_chunk(model, caches, length)))
+    one = _bytes_of_chunk(model, caches, 1)
     others = [entry for _, entry in entries(caches) if not isinstance(entry, BoundedKVCache)]
-    return max(_extended(taken, chunk, pairs), one), one, longest + 1, others
+    return max(_extended(measures, chunk, pairs), one), one, longest + 1, others
 
 
-def _extended(taken: Sequence[tuple[int, int]], chunk: int, pairs: int) -> int:
+def _extended(measures: Sequence[tuple[int, int]], chunk: int, pairs: int) -> int:
     """Bytes that a chunk takes, from those of shorter chunks, which saw no keys but their own.
 
     Args:
-        taken: Lengths and bytes of one or two chunks; of three if queries times keys count too.
+        measures: Lengths and bytes of one or two chunks; of three if queries times keys count too.
         chunk: Tokens of the chunk.
         pairs: Its queries times the keys that they see.
     """
-    (length, most), *before = reversed(taken)
+    (length, most), *before = reversed(measures)
     if not before:
         return most
     (shorter, less), *first = before
@@ -230,7 +230,7 @@ def _extended(taken: Sequence[tuple[int, int]], chunk: int, pairs: int) -> int:
     return int(most + each * (chunk - length) + beyond)
 
 
-def _taken(model: nn.Module, caches: Sequence[Any], length: int) -> int:
+def _bytes_of_chunk(model: nn.Module, caches: Sequence[Any], length: int) -> int:
     """The most bytes that reading so many tokens takes, beyond those held afterwards."""
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -255,10 +255,10 @@ def _most_pairs(entry: Any, tokens: int, chunk: int) -> int:
     return max(chunk * _most_rows(entry, whole, chunk), rest * _most_rows(entry, tokens, rest))
 
 
-def _grown(entry: Any, most: int, seen: int) -> int:
+def _grown(entry: Any, most: int, read: int) -> int:
     """Bytes of a cache of the model's own with so many tokens, from its bytes after some."""
     try:
         nbytes, rows = int(entry.nbytes), int(entry.keys.shape[2])
     except (AttributeError, NotImplementedError):
         return int(getattr(entry, "nbytes", 0))  # a state of fixed size, or an unknown cache
-    return nbytes * max(most, seen) // rows
+    return nbytes * max(most, read) // rows

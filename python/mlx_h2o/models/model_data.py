@@ -70,19 +70,19 @@ def model_data(
 
 
 def _profile(
-    model: nn.Module, identity: ModelIdentity, given: str | Path | Profile | None, uniform: bool
+    model: nn.Module, identity: ModelIdentity, source: str | Path | Profile | None, uniform: bool
 ) -> Profile | None:
     """The profile by which slots are shared out, or None for even shares."""
-    if given == "uniform" or (given is None and uniform):
+    if source == "uniform" or (source is None and uniform):
         return None
     if uniform:
         raise ValueError(
             "All heads need the same budget here (one mask serves them all, layers share keys, or "
             'the policy\'s unit is the layer): pass budgets="uniform".'
         )
-    if given is None:
+    if source is None:
         return found_profile(model, identity)
-    profile = given if isinstance(given, Profile) else Profile.load(given)
+    profile = source if isinstance(source, Profile) else Profile.load(source)
     profile.require(identity)
     return profile
 

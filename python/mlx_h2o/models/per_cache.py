@@ -41,8 +41,8 @@ def slots_of_caches(
                 f"{'slots, since its memory grows' if plain else 'None'}."
             )
         for of_cache in heads[len(sizes) : len(sizes) + plain]:
-            given = budgets(i, of_cache) if callable(budgets) else budgets[i]
-            sizes.append(_of_heads(f"budgets[{i}]", given, of_cache))
+            sizes_of_cache = budgets(i, of_cache) if callable(budgets) else budgets[i]
+            sizes.append(_of_heads(f"budgets[{i}]", sizes_of_cache, of_cache))
     if uniform and len({slots for of_layer in sizes for slots in of_layer}) > 1:
         raise ValueError(
             "One mask serves all layers of this model, so all its layers and heads need the same "
@@ -51,11 +51,11 @@ def slots_of_caches(
     return sizes
 
 
-def _of_heads(name: str, given: OneLayer, heads: int) -> list[int]:
+def _of_heads(name: str, sizes: OneLayer, heads: int) -> list[int]:
     """Slots of each KV head of one layer."""
-    if not _checks.is_list(given):
-        return [_checks.whole(name, given, 1)] * heads
-    slots = _checks.wholes(name, given, 1)
+    if not _checks.is_list(sizes):
+        return [_checks.whole(name, sizes, 1)] * heads
+    slots = _checks.wholes(name, sizes, 1)
     if len(slots) != heads:
         raise ValueError(f"{name} has {len(slots)} entries for {heads} KV heads.")
     return list(slots)
@@ -71,14 +71,14 @@ def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
     Raises:
         ValueError: There is not one entry for each cache, or one for a cache that is not plain KV.
     """
-    given = frames if isinstance(frames, tuple) else (None,) * len(caches)
-    if len(given) != len(caches):
+    by_cache = frames if isinstance(frames, tuple) else (None,) * len(caches)
+    if len(by_cache) != len(caches):
         raise ValueError(
-            f"frames has {len(given)} entries, and the model has {len(caches)} caches: give a "
+            f"frames has {len(by_cache)} entries, and the model has {len(caches)} caches: give a "
             "Frame or None for each."
         )
     of_plain: list[Frame | None] = []
-    for i, (entry, frame) in enumerate(zip(caches, given, strict=True)):
+    for i, (entry, frame) in enumerate(zip(caches, by_cache, strict=True)):
         plain = sum(is_plain(member) for _, member in entries([entry]))
         if frame is not None and not is_plain(entry):
             raise ValueError(

@@ -98,8 +98,8 @@ class Slots:
     @property
     def lengths_of_values(self) -> mx.array:
         """`value_lengths` in float32; log ||v||^2 of `values` where they were not given."""
-        kept = self.value_lengths
-        return (value_lengths(self.values) if kept is None else kept).astype(mx.float32)
+        lengths = self.value_lengths
+        return (value_lengths(self.values) if lengths is None else lengths).astype(mx.float32)
 
     @property
     def ages(self) -> mx.array:
@@ -195,24 +195,24 @@ class Policy:
             return math.floor(self.recent * budget)
         return self.recent
 
-    def check_budget(self, budget: int, name: str = "max_size", given: int | None = None) -> None:
+    def check_budget(self, budget: int, name: str = "max_size", setting: int | None = None) -> None:
         """Raise ValueError if a head of `budget` slots has no token that may be evicted.
 
         Args:
             budget: The slots of the head.
             name: The name of the setting, for the message.
-            given: The setting's value, where it is more than the slots: the rest of it is for
+            setting: The setting's value, where it is more than the slots: the rest of it is for
                 something else.
         """
         recent = self.recent_slots(budget)
         if budget < self.sink + recent + self.evict_every:
-            given = budget if given is None else given
-            least = self.least_budget() + given - budget
+            setting = budget if setting is None else setting
+            least = self.least_budget() + setting - budget
             raise ValueError(
-                f"{name}={given} is too small: it must hold {self.sink} sink and "
+                f"{name}={setting} is too small: it must hold {self.sink} sink and "
                 f"{self.recent_slots(self.least_budget())} recent tokens, {self.evict_every} to "
-                f"evict{' and what is kept beside them' if given > budget else ''}: make {name} at "
-                f"least {least}, or lower sink, recent or evict_every."
+                f"evict{' and what is kept beside them' if setting > budget else ''}: make {name} "
+                f"at least {least}, or lower sink, recent or evict_every."
             )
 
     def least_budget(self, pinned: int = 0) -> int:
@@ -356,11 +356,11 @@ def window_sums(x: mx.array, width: int) -> mx.array:
     width additions of arrays, and as many roundings (differences of running sums would lose small
     masses beside large ones).
     """
-    kept = x.shape[-1] - width + 1
+    places = x.shape[-1] - width + 1
     sums, done, total = x, 0, None
     for bit in range(width.bit_length()):
         if width >> bit & 1:
-            part = sums[..., done : done + kept]
+            part = sums[..., done : done + places]
             total = part if total is None else total + part
             done += 1 << bit
         if width >> bit > 1:
@@ -371,12 +371,12 @@ def window_sums(x: mx.array, width: int) -> mx.array:
 
 def window_maxima(x: mx.array, width: int) -> mx.array:
     """Maxima over each `width` neighbours: `[..., N]` to `[..., N - width + 1]`."""
-    kept = x.shape[-1] - width + 1
+    places = x.shape[-1] - width + 1
     most, reach = x, 1
     while 2 * reach <= width:
         most = mx.maximum(most[..., :-reach], most[..., reach:])
         reach *= 2
-    return mx.maximum(most[..., :kept], most[..., width - reach : width - reach + kept])
+    return mx.maximum(most[..., :places], most[..., width - reach : width - reach + places])
 
 
 _POLICIES: dict[str, type[Policy]] = {}
@@ -395,9 +395,9 @@ def register_policy(name: str):  # type: ignore[no-untyped-def]
         if not (isinstance(cls, type) and issubclass(cls, Policy)):
             raise ValueError(f"{cls!r} must subclass mlx_h2o.Policy to be registered.")
         library = __name__.partition(".")[0] + "."
-        taken = _POLICIES[name].__module__ if name in _POLICIES else ""
+        module = _POLICIES[name].__module__ if name in _POLICIES else ""
         if not cls.__module__.startswith(library) and (
-            name in _PRESETS or taken.startswith(library)
+            name in _PRESETS or module.startswith(library)
         ):
             raise ValueError(f"Policy {name} is of the library: choose another name.")
         cls.name = name
@@ -431,8 +431,8 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     settings = {key: value for key, value in settings.items() if value is not None}
     preset: dict[str, Any] = {}
     if isinstance(policy, str):
-        policy, *given = policy.split(":")
-        settings = dict(map(field_of_text, given)) | settings
+        policy, *field_texts = policy.split(":")
+        settings = dict(map(field_of_text, field_texts)) | settings
         name, preset = _PRESETS.get(policy, (policy, {}))
         if name not in _POLICIES:
             raise ValueError(

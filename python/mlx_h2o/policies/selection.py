@@ -79,9 +79,9 @@ def select_kept(
         Slot indices `[B, H, count]` int32.
     """
     order = order_by_worth(rankable(priority, evictable, unit), positions)
-    kept = order[..., order.shape[-1] - count :]
-    by_position = mx.argsort(mx.take_along_axis(positions, kept, axis=-1), axis=-1)
-    return mx.take_along_axis(kept, by_position, axis=-1).astype(mx.int32)
+    winners = order[..., order.shape[-1] - count :]
+    by_position = mx.argsort(mx.take_along_axis(positions, winners, axis=-1), axis=-1)
+    return mx.take_along_axis(winners, by_position, axis=-1).astype(mx.int32)
 
 
 def rankable(priority: mx.array, evictable: mx.array, unit: str) -> mx.array:

@@ -57,25 +57,25 @@ def check_shapes(policy: Policy, heads: int, key_width: int, value_width: int) -
         calls["accumulate"] = lambda: policy.accumulate(scores, observation)
     for method, call in calls.items():
         try:
-            given = call()
+            result = call()
         except Exception:
             # Made-up rows are no reason to refuse a policy; a real step would raise again.
             continue
-        require_shape(policy, method, given, shape)
+        require_shape(policy, method, result, shape)
 
 
-def require_shape(policy: Policy, method: str, given: object, shape: tuple[int, ...]) -> None:
+def require_shape(policy: Policy, method: str, result: object, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless the result of a policy's method is an array of this shape.
 
     Args:
         policy: The policy, for the message.
         method: The method's name, for the message.
-        given: The method's result.
+        result: The method's result.
         shape: The shape that it must have.
     """
-    if isinstance(given, mx.array) and given.shape == shape:
+    if isinstance(result, mx.array) and result.shape == shape:
         return
-    what = given.shape if isinstance(given, mx.array) else type(given).__name__
+    what = result.shape if isinstance(result, mx.array) else type(result).__name__
     raise ValueError(
         f"{type(policy).__name__}.{method} of policy {policy.name!r} must give an array "
         f"[batch, KV heads, slots] of shape {shape}; it gave {what}."

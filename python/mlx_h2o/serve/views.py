@@ -190,7 +190,7 @@ def _served(scheduler: Scheduler, entry: Conversation) -> ServedModel:
 
 def _as_json(layers: Sequence[LayerMemory]) -> list[dict[str, Any]]:
     return [
-        {"layer": layer.layer, "heads": layer.heads, "held": layer.held.tolist()}
+        {"layer": layer.layer, "heads": layer.heads, "held": layer.holders.tolist()}
         for layer in layers
     ]
 

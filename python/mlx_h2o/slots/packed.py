@@ -216,11 +216,11 @@ class JoinedRows:
 
     def first(self, count: int) -> JoinedRows:
         """The first `count` rows."""
-        kept: list[Rows] = []
+        parts: list[Rows] = []
         for part in self.parts:
-            kept.append(part[:, :, :count])
+            parts.append(part[:, :, :count])
             count = max(count - part.shape[2], 0)
-        return JoinedRows(tuple(kept))
+        return JoinedRows(tuple(parts))
 
     def dequantized(self) -> mx.array:
         """All rows as float32."""

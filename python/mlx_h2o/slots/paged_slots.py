@@ -23,7 +23,7 @@ class PagedSlotStore(SlotStore):
 
     def __init__(self, budgets: Sequence[int], reserved: int = 0):
         super().__init__(budgets, reserved)
-        self._wanted = True  # False once no range could be had
+        self._tries_range = True  # False once no range could be had
         self._stride = 0  # slots that each head has in the range, or 0 outside of one
 
     def nbytes_of(self, name: str) -> int:
@@ -47,11 +47,11 @@ class PagedSlotStore(SlotStore):
         """Move what is held into a range with room for all budgets; False where that cannot be."""
         if self.fields and (self._stride or self.reserved):
             return False
-        held = [self.views(run) for run in self.runs] if self.fields else None
+        views = [self.views(run) for run in self.runs] if self.fields else None
         if not self._open_range(like, max(run.budget for run in self.runs)):
             return False
-        if held:
-            self._put_all(held)
+        if views:
+            self._put_all(views)
         return True
 
     def _open_range(self, like: Fields, slots: int) -> bool:
@@ -64,7 +64,7 @@ class PagedSlotStore(SlotStore):
         slots += self.reserved
         keys = like["keys"]
         row = keys.itemsize * math.prod(keys.shape[3:])
-        if not self._wanted or slots * row < reserved_range.FEWEST_BYTES:
+        if not self._tries_range or slots * row < reserved_range.FEWEST_BYTES:
             return False
         if self.heads * slots > reserved_range.MOST_SLOTS:
             return False
@@ -74,7 +74,7 @@ class PagedSlotStore(SlotStore):
             shapes[name] = (rows.shape[0], self.heads * slots, *rows.shape[3:]), dtype
         fields = reserved_range.zeros(shapes)
         if fields is None:
-            self._wanted = False
+            self._tries_range = False
             return False
         self.fields, self._stride = fields, slots
         self._place()
@@ -106,13 +106,13 @@ class PagedSlotStore(SlotStore):
         if not self._stride or not self.fields:
             super().fit_positions(tokens)
             return
-        held = [self.view(run, "positions") for run in self.runs]
+        rows = [self.view(run, "positions") for run in self.runs]
         super().fit_positions(tokens)
         positions = self.fields["positions"]
         zeros = reserved_range.zeros({"positions": (positions.shape, positions.dtype)})
         if zeros is not None:
             self.fields |= zeros
-            self.write("positions", held)
+            self.write("positions", rows)
 
     def put(self, index: mx.array, rows: Fields) -> None:
         """Overwrite slots; as in `SlotStore`."""
@@ -163,4 +163,4 @@ class PagedSlotStore(SlotStore):
         """Take a copy's state; a pickle's arrays come back outside of any range."""
         vars(self).update(state)
         if self._stride and any(reserved_range.is_elsewhere(f) for f in self.fields.values()):
-            self._stride, self._wanted = 0, False
+            self._stride, self._tries_range = 0, False

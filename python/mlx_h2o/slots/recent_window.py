@@ -48,17 +48,17 @@ class RecentWindow:
     def __init__(
         self,
         size: int,
-        kept: Packing,
+        packing: Packing,
         scored: bool,
         measured: bool,
         pack: Pack = PackedRows.of,
     ):
-        recent = kept.recent
+        recent = packing.recent
         assert recent is not None
         self.size = size
         self.length = self.oldest = self._lent_rows = 0
         self.fields: dict[str, mx.array] = {}
-        self._kept, self._recent, self._pack = kept, recent, pack
+        self._packing, self._recent, self._pack = packing, recent, pack
         self._scored, self._measured = scored, measured
 
     @property
@@ -92,7 +92,9 @@ class RecentWindow:
         if leaving > passing:
             parts.append(self._left(self._oldest_first(leaving - passing)))
         if passing:
-            parts.append(self._packed(self._kept, {n: r[:, :, :passing] for n, r in new.items()}))
+            parts.append(
+                self._packed(self._packing, {n: r[:, :, :passing] for n, r in new.items()})
+            )
         rows = self._packed(self._recent, {n: r[:, :, passing:] for n, r in new.items()})
         if L == 1 and self.full:
             self._put(self.oldest, rows)
@@ -158,15 +160,15 @@ class RecentWindow:
         shape = (*views["keys"].shape[:2], self.length)
         return {**views, "positions": mx.broadcast_to(positions, shape)}
 
-    def rows(self, name: str, kept: Rows, views: dict[str, mx.array]) -> JoinedRows:
+    def rows(self, name: str, slots: Rows, views: dict[str, mx.array]) -> JoinedRows:
         """Keys or values of all slots: those of the slots proper, then those of the window.
 
         Args:
             name: "keys" or "values".
-            kept: The rows of the slots proper.
+            slots: The rows of the slots proper.
             views: The fields of the window, by name.
         """
-        return JoinedRows((kept, self._recent.rows(name, views)))
+        return JoinedRows((slots, self._recent.rows(name, views)))
 
     def write_scores(self, scores: mx.array) -> None:
         """New scores `[B, H, length]`, oldest first."""
@@ -212,11 +214,11 @@ class RecentWindow:
         first, leaving = offset - self.length, max(self.length - size, 0)
         leaving_rows = self._left(self._oldest_first(leaving)) if leaving else None
         # Copied: a slice would keep the whole former ring in memory.
-        kept = {
+        newest = {
             name: mx.contiguous(field[:, :, leaving:])
             for name, field in self._oldest_first().items()
         }
-        self.fields, self.oldest = kept, 0
+        self.fields, self.oldest = newest, 0
         self.size, self.length = size, self.length - leaving
         return None if leaving_rows is None else _placed(leaving_rows, first)
 
@@ -251,7 +253,7 @@ class RecentWindow:
         for name in ("scores", "value_lengths"):
             if name in fields:
                 rows[name] = fields[name]
-        return self._packed(self._kept, rows)
+        return self._packed(self._packing, rows)
 
     def _put(self, slot: int, rows: dict[str, mx.array]) -> None:
         """Overwrite one slot of every head."""

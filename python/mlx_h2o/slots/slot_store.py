@@ -211,7 +211,7 @@ class SlotStore:
         """Give each run's heads memory for so many slots; arguments as in `reserve`."""
         grown = {}
         for name, of_field in like.items():
-            row = self._kept(name, of_field)
+            row = self._cast(name, of_field)
             parts = []
             for run, slots in zip(self.runs, room, strict=True):
                 slots = max(slots, run.allocated)
@@ -237,7 +237,7 @@ class SlotStore:
     def _position_dtype(self) -> mx.Dtype:
         return WIDE if self._wide else NARROW
 
-    def _kept(self, name: str, rows: mx.array) -> mx.array:
+    def _cast(self, name: str, rows: mx.array) -> mx.array:
         """Rows of a field as the store keeps them."""
         return rows.astype(self._position_dtype) if name == "positions" else rows
 
@@ -333,7 +333,7 @@ class SlotStore:
         lengths = [next(iter(of_run.values())).shape[2] for of_run in rows]
         fields = {}
         for name in rows[0]:
-            parts = [self._kept(name, of_run[name]) for of_run in rows]
+            parts = [self._cast(name, of_run[name]) for of_run in rows]
             if self.reserved:
                 parts = [mx.pad(part, pad + [(0, 0)] * (part.ndim - 3)) for part in parts]
             fields[name] = self._flatten(parts)
@@ -366,7 +366,7 @@ class SlotStore:
         """Replace a field's slots in use; `parts` has `[B, heads, length, ...]` for each run."""
         padded = []
         for run, of_run in zip(self.runs, parts, strict=True):
-            part = self._kept(name, of_run)
+            part = self._cast(name, of_run)
             tail = run.allocated - self.reserved - run.length
             if tail or self.reserved:
                 widths = [(0, 0), (0, 0), (self.reserved, tail), *[(0, 0)] * (part.ndim - 3)]

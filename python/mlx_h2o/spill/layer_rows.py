@@ -119,8 +119,8 @@ class LayerRows:
     def waiting(self) -> list[mx.array | Array]:
         """The arrays of the layer's rows that are not in the file yet, here or given to it."""
         file = self.conversation.file
-        given = [] if file is None else file.waiting(self.index)
-        return [*given, *self.pending]
+        in_file = [] if file is None else file.waiting(self.index)
+        return [*in_file, *self.pending]
 
     @property
     def pending(self) -> list[mx.array]:
@@ -201,8 +201,8 @@ class LayerRows:
         if file.delivered(self.index) != self.first:
             self._pending, self._follows = [], False
             return
-        taken, self._pending = _split(self._pending, count)
-        file.append(self.index, self.first, self._packed(taken))
+        first_rows, self._pending = _split(self._pending, count)
+        file.append(self.index, self.first, self._packed(first_rows))
         self.first += count
         if count > WAITING and file.complete == self.first:
             self.conversation.evaluate_pending()
@@ -361,15 +361,15 @@ def spilling(
 
 def _split(pending: list[Pending], count: int) -> tuple[list[Pending], list[Pending]]:
     """The first `count` rows, and the others in arrays of their own."""
-    taken, rest = list[Pending](), list[Pending]()
+    front, rest = list[Pending](), list[Pending]()
     for one in pending:
         here = min(one.length, count)
         if here:
-            taken.append(one.part(0, here))
+            front.append(one.part(0, here))
         if here < one.length:
             rest.append(one.part(here, one.length).alone())
         count -= here
-    return taken, rest
+    return front, rest
 
 
 def _joined(pending: list[Pending]) -> list[tuple[str, Fields]]:

@@ -70,7 +70,7 @@ def pack(rows: mx.array, bits: int, group_size: int) -> PackedRows:
     return PackedRows(words, scales, biases, bits, group_size)
 
 
-def _call(wanted: _ext.Export, call: Operands[Rows]) -> list[mx.array]:
+def _call(export: _ext.Export, call: Operands[Rows]) -> list[mx.array]:
     return _ext.attention(
         call.q,
         stored(call.k),
@@ -81,7 +81,7 @@ def _call(wanted: _ext.Export, call: Operands[Rows]) -> list[mx.array]:
         sinks=call.sinks,
         seed=call.seed,
         ranges=None if call.ranges is None else list(call.ranges),
-        wanted=wanted,
+        wanted=export,
     )
 
 

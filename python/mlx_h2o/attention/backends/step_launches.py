@@ -195,23 +195,23 @@ def _kept_keys(
     plan: StepPlan,
     keys: Rows,
     written: mx.array,
-    wanted: str,
+    output: str,
     shape: tuple[int, ...],
 ) -> mx.array:
     B, _, D = keys.shape
     return launcher.launch(
         "kept_keys",
         {"plan": plan_array(plan), **buffers(keys=keys), "slots": written},
-        {wanted: (shape, mx.float32)},
+        {output: (shape, mx.float32)},
         {
             "D": D,
             **packing(keys=keys),
-            "DIRECTIONS": wanted == "worth",
+            "DIRECTIONS": output == "worth",
             "SIMDS": _KEPT_KEYS_SIMDGROUPS,
         },
         (1, len(plan.heads), B),
         _KEPT_KEYS_SIMDGROUPS * SIMDGROUP,
-    )[wanted]
+    )[output]
 
 
 def update(

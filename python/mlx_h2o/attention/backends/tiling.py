@@ -89,8 +89,8 @@ def tiling(
     row_groups = min(_ceil(needed, rows), fewest_simdgroups)
     row_blocks = _ceil(needed, rows * row_groups)
     rows = _ceil(needed, row_groups * row_blocks)
-    taken = min(rows * words + (_WORDS_TO_UNPACK if packed else 0), most_words)
-    simdgroups = next(count for most, count in _SIMDGROUPS_BY_WORDS if taken <= most)
+    words_of_tile = min(rows * words + (_WORDS_TO_UNPACK if packed else 0), most_words)
+    simdgroups = next(count for most, count in _SIMDGROUPS_BY_WORDS if words_of_tile <= most)
     if row_groups == 1:
         return Tiling(padded, rows, 1, row_blocks, simdgroups, _KEYS)
     slots = max(1, _STAGED_BYTES // ((key_width + value_width) * itemsize))

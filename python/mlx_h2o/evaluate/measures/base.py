@@ -87,6 +87,6 @@ def part_of(ours: Sequence[bool], full: Sequence[bool]) -> tuple[int, int]:
     return sum(a and b for a, b in zip(ours, full, strict=True)), sum(full)
 
 
-def fraction(known: int, asked: int) -> str:
+def fraction(right: int, total: int) -> str:
     """ "3/4", or "-" if the full cache knows nothing."""
-    return f"{known}/{asked}" if asked else "-"
+    return f"{right}/{total}" if total else "-"

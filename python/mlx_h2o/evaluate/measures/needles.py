@@ -245,7 +245,7 @@ class NeedleMeasure(Measure):
 
 
 def answers_of(
-    reader: Reader, method: Method, task: RecallTask, batch: int, seen: bool, tell: Tell
+    reader: Reader, method: Method, task: RecallTask, batch: int, in_view: bool, tell: Tell
 ) -> list[bool]:
     """Whether each prompt is answered correctly, with a new cache for each batch.
 
@@ -254,15 +254,15 @@ def answers_of(
         method: The method that makes the caches.
         task: The prompts.
         batch: Prompts side by side.
-        seen: Whether the question is read with the text; if not, the tokens after the shortest text
-            come one by one.
+        in_view: Whether the question is read with the text; if not, the tokens after the shortest
+            text come one by one.
         tell: Called with the tokens read since the last call.
     """
     P, T = task.prompts.shape
     right: list[bool] = []
     for rows in in_batches(P, batch):
         prompts = task.prompts[rows]
-        text = T - 1 if seen else min(task.questions[rows])
+        text = T - 1 if in_view else min(task.questions[rows])
         cache = method.after(reader, prompts[:, :text], T, tell)
         logits = read(reader.model, cache, prompts[:, text:], 1, tell)
         answers = task.answers[rows]

@@ -99,14 +99,14 @@ class TurnMeasure(Measure):
         rng = random.Random(reader.seed)
         facts = [facts_of(reader, "single", rng)[0] for _ in range(self.conversations)]
         rules = [rule(rng) for _ in range(self.conversations)]
-        held = [self._conversation(reader, *each, rng) for each in zip(facts, rules, strict=True)]
+        made = [self._conversation(reader, *each, rng) for each in zip(facts, rules, strict=True)]
         ways = list(self.ways()) if method.policy else list(self.ways())[:1]
         return {
-            way: self._known(reader, method.make(reader.model, self.tokens()), held, way, tell)
+            way: self._answers(reader, method.make(reader.model, self.tokens()), made, way, tell)
             for way in ways
         }
 
-    def _known(
+    def _answers(
         self,
         reader: Reader,
         cache: list[Any],
@@ -131,8 +131,8 @@ class TurnMeasure(Measure):
                     ("fact", [each.fact for each in conversations]),
                     ("rule", [each.rule for each in conversations]),
                 ):
-                    known = _asked(reader, cache, facts, rest, name == "rule", tell)
-                    right[name][str(turn)] = known
+                    answers = _probe(reader, cache, facts, rest, name == "rule", tell)
+                    right[name][str(turn)] = answers
         return right
 
     def _conversation(
@@ -161,8 +161,8 @@ class TurnMeasure(Measure):
         for name in ("fact", "rule"):
             rows = []
             for method, result in results:
-                for way, known in result.items():
-                    counts = [part_of(known[name][turn], full[name][turn]) for turn in turns]
+                for way, answers in result.items():
+                    counts = [part_of(answers[name][turn], full[name][turn]) for turn in turns]
                     ways = [way] if len(list(self.ways())) > 1 else []
                     rows.append((method.name, *ways, *(fraction(*count) for count in counts)))
                     if name == "fact" and method is not results[0][0]:
@@ -185,7 +185,7 @@ class TurnMeasure(Measure):
         )
 
 
-def _asked(
+def _probe(
     reader: Reader,
     cache: list[Any],
     facts: list[Fact],
