@@ -32,12 +32,12 @@ _reference_only = False
 
 
 @contextmanager
-def only_reference() -> Iterator[None]:
-    """Within this context the definition computes everything, on the CPU."""
+def only_reference(on: mx.Device | None = None) -> Iterator[None]:
+    """Within this context the definition computes everything, on a device: the CPU by default."""
     global _reference_only
     before, device = _reference_only, mx.default_device()
     _reference_only = True
-    mx.set_default_device(mx.Device(mx.cpu))
+    mx.set_default_device(on or mx.Device(mx.cpu))
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ def has_ranges() -> bool:
 
 def gpu() -> Gpu | None:
     """The kernels of the GPU that is the default device, or None."""
-    if mx.default_device().type != mx.DeviceType.gpu:
+    if _reference_only or mx.default_device().type != mx.DeviceType.gpu:
         return None
     name = "metal" if mx.metal.is_available() else "cuda"
     of_gpu: Gpu = importlib.import_module(f"mlx_h2o.attention.backends.{name}").GPU
