@@ -154,11 +154,11 @@ def cases_of(settings: dict[str, Any]) -> list[attention.Case]:
 def measure_attention(report: Report) -> None:
     """All cases, one after another."""
     cases, rounds = cases_of(report.settings), report.settings["rounds"]
-    with progress_bar("attention") as told:
+    with progress_bar("attention") as bar:
         for n, case in enumerate(cases):
 
             def within(done: int, whole: int, before: int = n) -> None:
-                told(before * 1000 + 1000 * done // whole, len(cases) * 1000)
+                bar(before * 1000 + 1000 * done // whole, len(cases) * 1000)
 
             report.attention.append(attention.measure(case, rounds, within))
 
@@ -168,12 +168,10 @@ def measure_model(report: Report) -> None:
     settings = report.settings
     sizes = QUICK_SIZES if settings["quick"] else model.Sizes()
     network, tokenizer = load(settings["model"])
-    with progress_bar("decoding") as told:
-        report.decoding = model.measure_decoding(
-            network, tokenizer, sizes, settings["rounds"], told
-        )
-    with progress_bar("prompt") as told:
-        report.prompt = model.measure_prompt(network, tokenizer, sizes, told)
+    with progress_bar("decoding") as bar:
+        report.decoding = model.measure_decoding(network, tokenizer, sizes, settings["rounds"], bar)
+    with progress_bar("prompt") as bar:
+        report.prompt = model.measure_prompt(network, tokenizer, sizes, bar)
 
 
 def measure_batch(report: Report) -> None:
@@ -181,20 +179,20 @@ def measure_batch(report: Report) -> None:
     settings = report.settings
     network, tokenizer = load(settings["model"])
     sizes = batch.BatchSizes(streams=settings["streams"])
-    with progress_bar("batch") as told:
-        report.batch = batch.measure(network, tokenizer, sizes, settings["rounds"], told)
+    with progress_bar("batch") as bar:
+        report.batch = batch.measure(network, tokenizer, sizes, settings["rounds"], bar)
 
 
 def measure_threads(report: Report) -> None:
     """The cost of handing out work."""
-    with progress_bar("threads") as told:
-        report.threads = threads.measure(report.settings["rounds"], told)
+    with progress_bar("threads") as bar:
+        report.threads = threads.measure(report.settings["rounds"], bar)
 
 
 def measure_products(report: Report) -> None:
     """Matrix products with either BLAS."""
-    with progress_bar("products") as told:
-        report.products = products.measure(report.settings["rounds"], told)
+    with progress_bar("products") as bar:
+        report.products = products.measure(report.settings["rounds"], bar)
 
 
 def write_json(report: Report, folder: Path) -> None:

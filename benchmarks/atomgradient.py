@@ -122,13 +122,13 @@ class ReportTable:
         number: The number of the report's table; 0 is its headline.
         title: The quantity that is varied.
         parts: The table's row groups.
-        known: The report's own figures by cache, for models that it has.
+        figures_by_model: The report's own figures by cache, for models that it has.
     """
 
     number: int
     title: str
     parts: Sequence[Part]
-    known: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    figures_by_model: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def reports_policy(recent: float) -> EMALogits:
@@ -229,7 +229,7 @@ def rows_of(table: ReportTable, results: Sequence[Results], model: str) -> Rows:
         results: The results of its parts, in order; parts not measured are empty.
         model: The model, for the report's figures if they are known.
     """
-    figures = next((of for name, of in table.known.items() if name in model), ())
+    figures = next((of for name, of in table.figures_by_model.items() if name in model), ())
     rows = []
     for part, of_part in zip(table.parts, results, strict=True):
         for i, (method, of) in enumerate(of_part):

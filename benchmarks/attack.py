@@ -82,7 +82,7 @@ class Attacked:
     most_bytes: int = 0
     most_resident: float = 0.0
 
-    def found(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Note an event that must not happen."""
         self.findings.append(text)
         tell(f"FOUND: {text}")
@@ -162,14 +162,14 @@ def question(prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 def ask_known(
-    server: Server, known: dict[str, str], attacked: Attacked, rng: random.Random
+    server: Server, answers: dict[str, str], attacked: Attacked, rng: random.Random
 ) -> None:
     """Send a prompt whose answer is known."""
-    prompt, expected = rng.choice(list(known.items()))
+    prompt, expected = rng.choice(list(answers.items()))
     text = answered(server, question(prompt))["choices"][0]["text"]
     attacked.counts["known answers"] += 1
     if text != expected:
-        attacked.found(f"an answer differs from the one given alone: {text!r}, {expected!r}")
+        attacked.report(f"an answer differs from the one given alone: {text!r}, {expected!r}")
 
 
 @dataclass
@@ -192,9 +192,9 @@ class Conversation:
             self.text, self.tokens = f"Conversation {rng.getrandbits(60)}.", 0
         words = SAMPLE_TEXT.read_text(encoding="utf-8").split()
         first = rng.randrange(len(words) - 40)
-        asked = f"{self.text} {' '.join(words[first : first + rng.randrange(5, 40)])}"
+        prompt = f"{self.text} {' '.join(words[first : first + rng.randrange(5, 40)])}"
         # With a temperature: sampled tokens often differ from those of their text.
-        answer = answered(server, question(asked, temperature=1.0))
+        answer = answered(server, question(prompt, temperature=1.0))
         usage = answer["usage"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         attacked.counts["turns"] += 1
@@ -204,10 +204,10 @@ class Conversation:
                 attacked.counts["continuations after a kill"] += 1
             if cached < self.tokens - UNCOUNTED:
                 where = "after a kill" if self.life != server.lives else "without a kill"
-                attacked.found(
+                attacked.report(
                     f"a turn was lost {where}: {cached} tokens were found of {self.tokens}"
                 )
-        self.text = asked + answer["choices"][0]["text"]
+        self.text = prompt + answer["choices"][0]["text"]
         self.tokens, self.life = usage["total_tokens"], server.lives
 
 
@@ -278,8 +278,8 @@ def fuzzed(rng: random.Random) -> tuple[str, dict[str, Any]]:
             own = body.setdefault("mlx_h2o", {})
             if isinstance(own, dict):
                 name = rng.choice(SETTINGS)
-                known = name == "policy" and rng.random() < 0.7
-                own[name] = rng.choice(policy_names()) if known else anything(rng)
+                valid = name == "policy" and rng.random() < 0.7
+                own[name] = rng.choice(policy_names()) if valid else anything(rng)
         elif chat and rng.random() < 0.4 and isinstance(body.get("messages"), list):
             body["messages"].append({"role": anything(rng), "content": anything(rng)})
         else:
@@ -307,28 +307,28 @@ def fuzz(server: Server, attacked: Attacked, rng: random.Random) -> None:
     method, patience = "POST", PATIENCE
     if kind < 0.85:
         path, body = fuzzed(rng)
-        content, told = written(body), f"{path} {body}"
+        content, request = written(body), f"{path} {body}"
         if wants_much(body):
             patience = HURRY
     elif kind < 0.95:
         path, content = rng.choice(("/v1/completions", "/v1/chat/completions")), rng.choice(RAW)
-        told = f"{path} {content[:60]!r}"
+        request = f"{path} {content[:60]!r}"
     else:
         method, path, content = rng.choice(METHODS), rng.choice(ROUTES), b""
-        told = f"{method} {path}"
+        request = f"{method} {path}"
     try:
         status, text = server.exchange(method, path, content, patience)
     except (OSError, HTTPException) as error:
         if isinstance(error, TimeoutError) and patience == HURRY:
             attacked.counts["fuzzed, long answers broken off"] += 1
         else:
-            attacked.found(f"no answer ({error!r}) to {told[:400]}")
+            attacked.report(f"no answer ({error!r}) to {request[:400]}")
         return
     attacked.counts[f"fuzzed, {status}"] += 1
     if status >= 500:
-        attacked.found(f"{status} {text[:200]!r} to {told[:400]}")
+        attacked.report(f"{status} {text[:200]!r} to {request[:400]}")
     elif status >= 400 and method != "HEAD" and not is_openai_error(text):
-        attacked.found(f"{status} in no known form, {text[:200]!r}, to {told[:400]}")
+        attacked.report(f"{status} in no known form, {text[:200]!r}, to {request[:400]}")
 
 
 def wants_much(body: dict[str, Any]) -> bool:
@@ -361,11 +361,11 @@ def lie(server: Server, attacked: Attacked, rng: random.Random) -> None:
         if life != server.lives or not server.up.is_set():
             raise ServerGone from error
         if isinstance(error, TimeoutError):
-            attacked.found(f"no answer to Content-Length: {length[:30]}")
+            attacked.report(f"no answer to Content-Length: {length[:30]}")
         return
     attacked.counts["lying heads"] += 1
     if not first.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")) and server.up.is_set():
-        attacked.found(f"Content-Length: {length[:30]} was answered by {first!r}")
+        attacked.report(f"Content-Length: {length[:30]} was answered by {first!r}")
 
 
 def send_slowly(server: Server, attacked: Attacked, rng: random.Random) -> None:
@@ -386,7 +386,7 @@ def send_slowly(server: Server, attacked: Attacked, rng: random.Random) -> None:
                 pass
         attacked.counts["slow senders sent away"] += len(clients)
     except TimeoutError:
-        attacked.found(f"a slow sender was still there after {SLOW_LIMIT} s")
+        attacked.report(f"a slow sender was still there after {SLOW_LIMIT} s")
     except OSError as error:
         if life == server.lives and server.up.is_set():
             attacked.counts["slow senders sent away"] += 1
@@ -404,13 +404,13 @@ def look(server: Server, bound: int, attacked: Attacked) -> None:
     """Compare the bytes that the server reports with its bound."""
     status, text = server.exchange("GET", "/metrics")
     if status != 200:
-        attacked.found(f"/metrics gave {status}")
+        attacked.report(f"/metrics gave {status}")
         return
-    found = dict(re.findall(r"^mlx_h2o_(kv_bytes_\w+) (\S+)$", text.decode(), re.M))
-    held = int(float(found["kv_bytes_running"])) + int(float(found["kv_bytes_idle"]))
-    attacked.most_bytes = max(attacked.most_bytes, held)
-    if held > bound:
-        attacked.found(f"{held:,} bytes are held; the bound is {bound:,}")
+    metrics = dict(re.findall(r"^mlx_h2o_(kv_bytes_\w+) (\S+)$", text.decode(), re.M))
+    nbytes = int(float(metrics["kv_bytes_running"])) + int(float(metrics["kv_bytes_idle"]))
+    attacked.most_bytes = max(attacked.most_bytes, nbytes)
+    if nbytes > bound:
+        attacked.report(f"{nbytes:,} bytes are held; the bound is {bound:,}")
     if server.process.poll() is None:
         attacked.most_resident = max(attacked.most_resident, resident_mb(server.process.pid))
     time.sleep(LOOK_EVERY)
@@ -424,26 +424,26 @@ def repeat(name: str, act: Callable[[], None], end: float, attacked: Attacked) -
         except ServerGone:
             attacked.counts["broken off by a kill"] += 1
         except Exception as error:
-            attacked.found(f"{name}: {error!r}")
+            attacked.report(f"{name}: {error!r}")
             time.sleep(1)
 
 
 def kill_often(server: Server, every: float, end: float, attacked: Attacked) -> None:
     """Kill the server and start it again until the time is over."""
-    told = time.monotonic()
+    reported = time.monotonic()
     while time.monotonic() < end:
         time.sleep(min(every, max(end - time.monotonic(), 0)))
         if server.process.poll() is not None:
-            attacked.found(f"the server ended by itself, with {server.process.returncode}")
+            attacked.report(f"the server ended by itself, with {server.process.returncode}")
             server.up.clear()
             server.start()
         elif time.monotonic() < end:
             server.kill()
             attacked.counts["kills"] += 1
             server.start()
-        if time.monotonic() - told > TELL_EVERY:
-            told = time.monotonic()
-            rest = max(end - told, 0) / 60
+        if time.monotonic() - reported > TELL_EVERY:
+            reported = time.monotonic()
+            rest = max(end - reported, 0) / 60
             tell(f"{rest:.0f} minutes are left: {summary(attacked)}")
 
 
@@ -456,7 +456,7 @@ def summary(attacked: Attacked) -> str:
 def attack(server: Server, bound: int, args: argparse.Namespace) -> Attacked:
     """Run all clients at once."""
     attacked = Attacked()
-    known = {
+    answers = {
         prompt: answered(server, question(prompt))["choices"][0]["text"] for prompt in prompts(8)
     }
     end = time.monotonic() + 60 * args.minutes
@@ -466,7 +466,7 @@ def attack(server: Server, bound: int, args: argparse.Namespace) -> Attacked:
         if i % 2:
             actors.append(("talk", partial(Conversation().turn, server, attacked, next(random_of))))
         else:
-            actors.append(("ask", partial(ask_known, server, known, attacked, next(random_of))))
+            actors.append(("ask", partial(ask_known, server, answers, attacked, next(random_of))))
     for act in (*[fuzz] * args.fuzzers, lie, send_slowly, hang_up):
         actors.append((act.__name__, partial(act, server, attacked, next(random_of))))
     actors.append(("look", partial(look, server, bound, attacked)))
@@ -480,16 +480,16 @@ def attack(server: Server, bound: int, args: argparse.Namespace) -> Attacked:
     for thread in threads:
         thread.join(PATIENCE + SLOW_LIMIT)
         if thread.is_alive():
-            attacked.found("a client waits for ever")
+            attacked.report("a client waits for ever")
     try:
-        again = [answered(server, question(prompt))["choices"][0]["text"] for prompt in known]
+        again = [answered(server, question(prompt))["choices"][0]["text"] for prompt in answers]
     except (OSError, HTTPException, RuntimeError) as error:
-        attacked.found(f"after the attack the server gives no answer: {error!r}")
+        attacked.report(f"after the attack the server gives no answer: {error!r}")
     else:
-        if again != [*known.values()]:
-            attacked.found("after the attack the answers differ from those before it")
+        if again != [*answers.values()]:
+            attacked.report("after the attack the answers differ from those before it")
     if attacked.most_resident > bound / 2**20 + RESIDENT_SLACK_MB:
-        attacked.found(f"the process took {attacked.most_resident:.0f} MB")
+        attacked.report(f"the process took {attacked.most_resident:.0f} MB")
     return attacked
 
 

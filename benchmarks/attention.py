@@ -149,9 +149,9 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """All times and ratios."""
         arms = self.samples.as_json()
-        for arm, found in arms.items():
-            found["over_mlx"] = self.samples.speed(arm, MLX)
-            found["share_of_bandwidth"] = self.share_of_bandwidth(arm)
+        for arm, times in arms.items():
+            times["over_mlx"] = self.samples.speed(arm, MLX)
+            times["share_of_bandwidth"] = self.share_of_bandwidth(arm)
         return {
             **asdict(self.case.shape),
             "slots": self.case.slots,

@@ -55,9 +55,9 @@ def shape_of(q: mx.array, keys: mx.array, scale: float) -> Shape:
     B, Hq, T, D = q.shape
     H = keys.shape[1]
     grouped = q.astype(mx.float32).reshape(B, H, Hq // H, T, D)[..., FIRST_QUERY:, :] * scale
-    seen = mx.arange(T) <= mx.arange(FIRST_QUERY, T)[:, None]
+    visible = mx.arange(T) <= mx.arange(FIRST_QUERY, T)[:, None]
     logits = grouped @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
-    weights = mx.softmax(mx.where(seen, logits, -mx.inf), axis=-1)
+    weights = mx.softmax(mx.where(visible, logits, -mx.inf), axis=-1)
     counts = mx.arange(FIRST_QUERY + 1, T + 1)
     entropy = -(weights * mx.log(mx.maximum(weights, 1e-30))).sum(axis=-1) / mx.log(counts)
     ordered = -mx.sort(-weights, axis=-1)

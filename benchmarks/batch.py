@@ -49,11 +49,11 @@ def batch_caches(model: nn.Module, budget: int) -> dict[str, MakeCache]:
     """The caches of one conversation, by the batch's name; mlx-lm's hold as many tokens as ours."""
     default = make_prompt_cache(model, budget)
     heads = [slots for _, entry in entries(default) for slots in getattr(entry, "budgets", [])]
-    kept = round(sum(heads) / len(heads))
+    each = round(sum(heads) / len(heads))
 
     def window() -> list[Any]:
         return [
-            replaced(entry, lambda: mlx_lm_cache.RotatingKVCache(kept))
+            replaced(entry, lambda: mlx_lm_cache.RotatingKVCache(each))
             for entry in stock_caches(model)
         ]
 

@@ -57,12 +57,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     trees = (arguments.old.resolve(), arguments.new.resolve())
-    found: dict[Path, list[list[float]]] = {tree: [] for tree in trees}
+    samples: dict[Path, list[list[float]]] = {tree: [] for tree in trees}
     for number in range(arguments.rounds):
         for tree in trees if number % 2 else reversed(trees):
-            found[tree].append(milliseconds(tree))
+            samples[tree].append(milliseconds(tree))
     for i, name in enumerate(SETTINGS):
-        old, new = ([times[i] for times in found[tree]] for tree in trees)
+        old, new = ([times[i] for times in samples[tree]] for tree in trees)
         ratio = statistics.median(b / a for a, b in zip(old, new, strict=True))
         print(f"{name}: {statistics.median(old):.2f} ms, then {statistics.median(new):.2f} ms")
         print(f"    ratio {ratio:.3f}")

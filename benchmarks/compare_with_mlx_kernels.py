@@ -179,12 +179,12 @@ def as_float64(array: mx.array) -> np.ndarray:
 def theirs(case: Case, operands: Operands, wheel: Path) -> Measured:
     """MLX's kernels on a case."""
 
-    def held(array: mx.array | None) -> np.ndarray | None:
+    def as_numpy(array: mx.array | None) -> np.ndarray | None:
         if array is None or array.dtype != mx.bfloat16:
             return None if array is None else np.array(array)
         return np.array(array.view(mx.uint16))
 
-    q, k, v, mask, sinks = (held(getattr(operands, name)) for name in Operands.__annotations__)
+    q, k, v, mask, sinks = (as_numpy(getattr(operands, name)) for name in Operands.__annotations__)
     assert q is not None and k is not None and v is not None  # noqa: PT018
     scale = case.sizes[4] ** -0.5
     call = Call(q, k, v, scale, case.type, case.mask == "causal", mask, sinks)
@@ -288,14 +288,14 @@ def print_head() -> None:
 
 def failures(results: list[tuple[Case, dict[str, Measured]]]) -> list[str]:
     """The cases in which our kernels request more bytes than they may."""
-    found = []
+    names = []
     for case, sides in results:
         if sides[OURS].device_bytes > sides[MLX].device_bytes:
-            found.append(f"{case}: more device bytes than MLX's kernel")
+            names.append(f"{case}: more device bytes than MLX's kernel")
         for name in (OURS, EXPORTING):
             if sides[name].over_least > MOST_OVER_LEAST:
-                found.append(f"{case}, {name}: {sides[name].over_least:.3f} of the least bytes")
-    return found
+                names.append(f"{case}, {name}: {sides[name].over_least:.3f} of the least bytes")
+    return names
 
 
 def main() -> None:

@@ -79,12 +79,12 @@ def appended(bits: tuple[int, int]) -> int:
     keys, values = (
         stored(mx.random.normal((1, plan.slots, D)).astype(mx.float16), width) for width in bits
     )
-    held = SlotArrays(keys, values, mx.zeros((1, plan.slots), NARROW))
+    arrays = SlotArrays(keys, values, mx.zeros((1, plan.slots), NARROW))
     row = mx.random.normal((1, Hk, 1, D)).astype(mx.float16)
     empty = Remainder.empty(1, Hk, D, D)
     with harness.recorded() as launches:
         written, _ = step_launches.overwrite(
-            GPU.launcher, plan, held, mx.zeros((1, Hk, 1), mx.int32), row, row, empty
+            GPU.launcher, plan, arrays, mx.zeros((1, Hk, 1), mx.int32), row, row, empty
         )
         mx.eval(written)
     return launches[0].device_bytes
@@ -99,27 +99,27 @@ def stepped(slots: int, policy: Policy, framed: bool) -> list[int]:
     keys, values = (
         stored(mx.random.normal((1, plan.slots, D)).astype(mx.float16), 6) for _ in range(2)
     )
-    held = SlotArrays(keys, values, mx.tile(mx.arange(slots, dtype=NARROW), (1, Hk)))
+    arrays = SlotArrays(keys, values, mx.tile(mx.arange(slots, dtype=NARROW), (1, Hk)))
     kernel_policy = policy.kernel_policy()
     assert kernel_policy is not None
     ranks = kernel_policy.priority in ("distance", "salience")
     scored = policy.needs_attention
     if scored:
-        held.scores = mx.zeros((1, plan.slots))
+        arrays.scores = mx.zeros((1, plan.slots))
     frame = Frame(mx.zeros((Hk, D)), mx.ones((Hk, D))) if framed else None
     victims = mx.zeros((1, Hk, 1), mx.int32)
     q, row = (mx.random.normal((1, H, 1, D)).astype(mx.float16) for H in (Hq, Hk))
     empty = Remainder.empty(1, Hk, D, D).fold(*(mx.ones((1, Hk, 20, D)) for _ in range(2)))
     with harness.recorded() as launches:
         written, remainder = step_launches.overwrite(
-            GPU.launcher, plan, held, victims, row, row, empty, frame
+            GPU.launcher, plan, arrays, victims, row, row, empty, frame
         )
         assert remainder is not None
         means = remainder.mean_key if ranks else None
         attended = GPU.attend(
             q,
-            held.keys,
-            held.values,
+            arrays.keys,
+            arrays.values,
             scale=D**-0.5,
             remainder=remainder,
             frame_scale=frame.scale if frame else None,
@@ -129,7 +129,7 @@ def stepped(slots: int, policy: Policy, framed: bool) -> list[int]:
             after=written,
         )
         args = kernel_policy, attended, victims, written, means
-        mx.eval(step_launches.update(GPU.launcher, plan, held, *args))
+        mx.eval(step_launches.update(GPU.launcher, plan, arrays, *args))
     return [counts.device_bytes for counts in launches]
 
 

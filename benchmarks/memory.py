@@ -27,7 +27,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 import mlx_h2o
 from benchmarks import server_memory
-from benchmarks.weighing import MOST_OVER, SEQUENCES, Held, Scale, parser
+from benchmarks.weighing import MOST_OVER, SEQUENCES, Scale, Weight, parser
 from mlx_h2o._blas import use_openblas
 
 #: Of the model: two layers of eight KV heads, 16 KiB of keys and values a token in float32.
@@ -98,12 +98,12 @@ def decode(model: nn.Module, cache: list[Any], tokens: int) -> None:
         mx.eval(model(mx.full((1, 1), 7, mx.int32), cache=cache))
 
 
-def told(cache: list[Any]) -> int:
+def reported_bytes(cache: list[Any]) -> int:
     """What the caches of a conversation say."""
     return sum(entry.nbytes for entry in cache)
 
 
-def conversation(arm: str, args: argparse.Namespace) -> Iterator[Held]:
+def conversation(arm: str, args: argparse.Namespace) -> Iterator[Weight]:
     """One conversation: a prompt, tokens, growth, and another size."""
     model, make = the_model(), ARMS[arm]
     cache = make(model, args.slots)
@@ -113,23 +113,23 @@ def conversation(arm: str, args: argparse.Namespace) -> Iterator[Held]:
     scale = Scale(arm)
     cache = make(model, args.slots)
     read(model, cache, 200, args.chunk)
-    yield scale.weighed("a short prompt", told(cache))
+    yield scale.weighed("a short prompt", reported_bytes(cache))
     decode(model, cache, 100)
-    yield scale.weighed("growth while decoding", told(cache))
+    yield scale.weighed("growth while decoding", reported_bytes(cache))
     read(model, cache, args.tokens, args.chunk)
-    yield scale.weighed("a long prompt", told(cache))
+    yield scale.weighed("a long prompt", reported_bytes(cache))
     decode(model, cache, 64)
-    yield scale.weighed("decoding", told(cache))
+    yield scale.weighed("decoding", reported_bytes(cache))
     if "mlx-h2o" not in arm:
         return
     for name, slots in (("half the slots", args.slots // 2), ("all of them", args.slots)):
         mlx_h2o.resize(cache, slots)
         read(model, cache, args.slots, args.chunk)
         decode(model, cache, 8)
-        yield scale.weighed(f"resized: {name}", told(cache))
+        yield scale.weighed(f"resized: {name}", reported_bytes(cache))
 
 
-def batch(arm: str, args: argparse.Namespace) -> Iterator[Held]:
+def batch(arm: str, args: argparse.Namespace) -> Iterator[Weight]:
     """Sequences that decode side by side, in mlx-lm's batches."""
     model, make = the_model(), ARMS[arm]
     if arm in UNBATCHED:
@@ -153,34 +153,34 @@ def batch(arm: str, args: argparse.Namespace) -> Iterator[Held]:
     yield scale.weighed(f"a batch of {SEQUENCES}: decoding", generator.prompt_cache_nbytes)
 
 
-def measured(arm: str, args: argparse.Namespace) -> list[Held]:
+def measured(arm: str, args: argparse.Namespace) -> list[Weight]:
     """All stages of an arm, in this process."""
     use_openblas()
     return [*conversation(arm, args), *batch(arm, args)]
 
 
-def in_own_process(arm: str) -> list[Held]:
+def in_own_process(arm: str) -> list[Weight]:
     """The same in a process of its own, with this one's options."""
     module = "benchmarks.memory" if arm in ARMS else "benchmarks.server_memory"
     command = [sys.executable, "-m", module, *sys.argv[1:], "--arm", arm]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return [Held(**found) for found in json.loads(done.stdout.splitlines()[-1])]
+    return [Weight(**row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
 def main() -> None:
     args = parser().parse_args()
     if args.arm:
-        print(json.dumps([asdict(held) for held in measured(args.arm, args)]))
+        print(json.dumps([asdict(row) for row in measured(args.arm, args)]))
         return
-    found = [held for arm in (*ARMS, *server_memory.ARMS) for held in in_own_process(arm)]
+    rows = [row for arm in (*ARMS, *server_memory.ARMS) for row in in_own_process(arm)]
     print(f"Keys and values of {args.tokens} tokens and {args.slots} slots, MiB\n")
     print("| " + " | ".join(COLUMNS) + " |")
     print("|---|---|" + "---:|" * (len(COLUMNS) - 2))
-    for held in found:
-        print("| " + " | ".join(held.cells) + " |")
+    for row in rows:
+        print("| " + " | ".join(row.cells) + " |")
     if args.json:
-        args.json.write_text(json.dumps([asdict(held) for held in found], indent=1) + "\n")
-    if over := [f"{held.caches}, {held.stage}" for held in found if held.is_too_much]:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if over := [f"{row.caches}, {row.stage}" for row in rows if row.is_too_much]:
         sys.exit(f"More than {MOST_OVER} of what is told is held by {'; '.join(over)}.")
 
 

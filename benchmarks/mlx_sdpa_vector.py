@@ -254,7 +254,7 @@ def _in_the_harness_words(header: str, constants: dict[str, bool | int]) -> str:
     text = re.sub(r"#include <metal_\w+>\n|using namespace metal;\n", "", header)
     text = re.sub(
         r"^constant (\w+) (\w+) \[\[function_constant\(\d+\)\]\];",
-        lambda found: f"constexpr {found[1]} {found[2]} = {int(constants[found[2]])};",
+        lambda match: f"constexpr {match[1]} {match[2]} = {int(constants[match[2]])};",
         text,
         flags=re.MULTILINE,
     )
@@ -264,12 +264,12 @@ def _in_the_harness_words(header: str, constants: dict[str, bool | int]) -> str:
 
 def _parameters(header: str, kernel: str) -> list[_Parameter]:
     """The parameters of a kernel, in order."""
-    found = re.search(rf"\[\[kernel\]\] void {kernel}\((.*?)\) \{{", header, re.DOTALL)
-    assert found, f"the wheel's {HEADER} has no {kernel}"
+    match = re.search(rf"\[\[kernel\]\] void {kernel}\((.*?)\) \{{", header, re.DOTALL)
+    assert match, f"the wheel's {HEADER} has no {kernel}"
     pattern = r"(?:const )?(?:(device|constant) )?(\w+)([*&]?) (\w+)\s*\[\[(.*?)\]\](?:,|\s*$)"
     return [
         _Parameter(name, type_name, space, mark == "&", attribute)
-        for space, type_name, mark, name, attribute in re.findall(pattern, found[1], re.DOTALL)
+        for space, type_name, mark, name, attribute in re.findall(pattern, match[1], re.DOTALL)
     ]
 
 

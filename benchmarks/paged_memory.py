@@ -26,7 +26,7 @@ from typing import Any
 import mlx.core as mx
 
 import mlx_h2o
-from benchmarks.memory import decode, read, the_model, told
+from benchmarks.memory import decode, read, reported_bytes, the_model
 from mlx_h2o import H2OKVCache
 from mlx_h2o.caches.conversation import bounded_entries
 from mlx_h2o.models.free_memory import give_back
@@ -74,20 +74,20 @@ def steps_in_turn(args: argparse.Namespace) -> dict[str, list[list[float]]]:
     What lies between is read as prompts.
     """
     layers = {kind: H2OKVCache(args.tokens) for kind in (RANGE, COPIES)}
-    taken: dict[str, list[list[float]]] = {kind: [] for kind in layers}
+    times: dict[str, list[list[float]]] = {kind: [] for kind in layers}
     token, chunk = rows_of(1), rows_of(GROWTH_STEP - 2 * BESIDE)
     for first in range(0, args.tokens, GROWTH_STEP):
         for kind, layer in layers.items():
             took(kind, layer, chunk if first else rows_of(GROWTH_STEP - BESIDE))
-            taken[kind].append([])
+            times[kind].append([])
         for step in range(2 * BESIDE):
             if first + GROWTH_STEP - BESIDE + step == args.tokens:
                 break
             # The range first where the other grows, whose copies would disturb it.
             order = (COPIES, RANGE) if step % 2 else (RANGE, COPIES)
             for kind in order:
-                taken[kind][-1].append(took(kind, layers[kind], token))
-    return taken
+                times[kind][-1].append(took(kind, layers[kind], token))
+    return times
 
 
 def rows_of(length: int) -> list[mx.array]:
@@ -102,9 +102,9 @@ def took(kind: str, layer: H2OKVCache, rows: list[mx.array]) -> float:
     choose(kind)
     q, k, v = rows
     begun = time.perf_counter()
-    kept = layer.update_and_fetch(k, v)
+    result = layer.update_and_fetch(k, v)
     mask = None if k.shape[2] == 1 else "causal"
-    mx.eval(layer.attend(q, *kept, scale=WIDTH**-0.5, mask=mask))
+    mx.eval(layer.attend(q, *result, scale=WIDTH**-0.5, mask=mask))
     return time.perf_counter() - begun
 
 
@@ -122,10 +122,10 @@ def growth_in_time(args: argparse.Namespace) -> Iterator[Figure]:
             ratios = [s / statistics.median(steps) for s in steps[UNCOUNTED:]]
             others += [ratio for i, ratio in enumerate(ratios, UNCOUNTED) if i != BESIDE]
             growing += ratios[BESIDE - UNCOUNTED : BESIDE - UNCOUNTED + 1]
-        for name, found in ((f"first steps of {GROWTH_STEP} slots", growing), ("others", others)):
-            slow = sum(ratio > 2 for ratio in found) / len(found)
-            told = f"{statistics.median(found):.2f}, {max(found):.2f}; {slow:.1%}"
-            yield Figure(kind, f"{name}: median, most; above 2", told)
+        for name, times in ((f"first steps of {GROWTH_STEP} slots", growing), ("others", others)):
+            slow = sum(ratio > 2 for ratio in times) / len(times)
+            cells = f"{statistics.median(times):.2f}, {max(times):.2f}; {slow:.1%}"
+            yield Figure(kind, f"{name}: median, most; above 2", cells)
 
 
 def growth_in_memory(kind: str, args: argparse.Namespace) -> Iterator[Figure]:
@@ -139,9 +139,11 @@ def growth_in_memory(kind: str, args: argparse.Namespace) -> Iterator[Figure]:
         store.append({"keys": drawn, "values": drawn, "positions": positions})
         mx.eval(list(store.fields.values()))
         most = max(most, resident() - before)
-    held = resident() - before
-    yield Figure(kind, "growth to half of the slots: held over told", f"{held / store.nbytes:.3f}")
-    yield Figure(kind, "the most resident over what is held", f"{most / held:.3f}")
+    nbytes = resident() - before
+    yield Figure(
+        kind, "growth to half of the slots: held over told", f"{nbytes / store.nbytes:.3f}"
+    )
+    yield Figure(kind, "the most resident over what is held", f"{most / nbytes:.3f}")
 
 
 def shrinking(kind: str, args: argparse.Namespace) -> Iterator[Figure]:
@@ -156,11 +158,11 @@ def shrinking(kind: str, args: argparse.Namespace) -> Iterator[Figure]:
         read(model, cache, args.prompt - 64, 256)
         decode(model, cache, 8)
         give_back()
-        full, before = resident() - empty, told(cache)
+        full, before = resident() - empty, reported_bytes(cache)
         begun = time.perf_counter()
         mlx_h2o.resize(cache, args.prompt // 16)
         took.append(time.perf_counter() - begun)
-        back.append((full - (resident() - empty)) / (before - told(cache)))
+        back.append((full - (resident() - empty)) / (before - reported_bytes(cache)))
         del cache
     name = f"shrinking {full / MIB:.0f} MiB to a sixteenth, ms"
     yield Figure(kind, name, f"{min(took) * 1e3:.0f} to {max(took) * 1e3:.0f}")
@@ -176,7 +178,7 @@ def sharing(kind: str, args: argparse.Namespace) -> Iterator[Figure]:
     prefix = mlx_h2o.make_prompt_cache(model, 2 * args.prefix)
     read(model, prefix, args.prefix, 250)
     give_back()
-    alone, of_prefix = resident() - empty, told(prefix)
+    alone, of_prefix = resident() - empty, reported_bytes(prefix)
     sessions = [copy.deepcopy(prefix) for _ in range(args.sessions)]
     begun = time.perf_counter()
     for session in sessions:
@@ -186,11 +188,11 @@ def sharing(kind: str, args: argparse.Namespace) -> Iterator[Figure]:
         decode(model, session, GONE_ON - 1)
     give_back()
     own = args.sessions * of_prefix * GONE_ON / args.prefix
-    held = resident() - empty
+    nbytes = resident() - empty
     yield Figure(kind, f"a prefix of {args.prefix} tokens, MiB", f"{alone / MIB:.0f}")
     name = f"{args.sessions} sessions with it, {GONE_ON} tokens later, MiB"
-    yield Figure(kind, name, f"{held / MIB:.0f}")
-    yield Figure(kind, "without their own tokens, in prefixes", f"{(held - own) / alone:.2f}")
+    yield Figure(kind, name, f"{nbytes / MIB:.0f}")
+    yield Figure(kind, "without their own tokens, in prefixes", f"{(nbytes - own) / alone:.2f}")
     name = "a session's first step, ms"
     yield Figure(kind, name, f"{first / args.sessions * 1e3:.1f}")
     last = bounded_entries(sessions[-1])[0]
@@ -213,7 +215,7 @@ def in_own_process(*of: str) -> list[Figure]:
     """What is measured in a process of its own, with this one's options."""
     command = [sys.executable, "-m", "benchmarks.paged_memory", *sys.argv[1:], "--arm", *of]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return [Figure(**found) for found in json.loads(done.stdout.splitlines()[-1])]
+    return [Figure(**row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
 def measured(args: argparse.Namespace) -> list[Figure]:
@@ -243,8 +245,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     if args.arm:
-        found: list[Any] = [asdict(figure) for figure in measured(args)]
-        print(json.dumps(found))
+        rows: list[Any] = [asdict(figure) for figure in measured(args)]
+        print(json.dumps(rows))
         return
     figures = in_own_process("steps") if "steps" in args.parts else []
     for part in ALONE:

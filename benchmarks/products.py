@@ -56,11 +56,11 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
         for name in (LINKED, OPENBLAS)
     }
     try:
-        found = in_turns(arms, rounds, progress=progress).seconds
+        times = in_turns(arms, rounds, progress=progress).seconds
     finally:
         _blas.use_openblas()
     return [
-        Product(shape, Samples({name: found[f"{name} {shape}"] for name in (LINKED, OPENBLAS)}))
+        Product(shape, Samples({name: times[f"{name} {shape}"] for name in (LINKED, OPENBLAS)}))
         for shape in SHAPES
     ]
 

@@ -92,10 +92,10 @@ def decoding_json(samples: Samples | None) -> dict[str, Any] | None:
     if samples is None:
         return None
     arms: dict[str, Any] = {}
-    for arm, found in samples.as_json().items():
+    for arm, seconds in samples.as_json().items():
         arms[arm] = {
-            **found,
-            "tokens_per_second": 1 / found["seconds"],
+            **seconds,
+            "tokens_per_second": 1 / seconds["seconds"],
             "over_streaming": samples.speed(arm, model.STREAMING),
             "over_window": samples.speed(arm, model.WINDOW),
         }
@@ -107,8 +107,8 @@ def prompt_json(samples: Samples | None) -> dict[str, Any] | None:
     if samples is None:
         return None
     return {
-        arm: {**found, "time_over_plain": samples.ratio(arm, model.PLAIN)}
-        for arm, found in samples.as_json().items()
+        arm: {**seconds, "time_over_plain": samples.ratio(arm, model.PLAIN)}
+        for arm, seconds in samples.as_json().items()
     }
 
 
@@ -118,11 +118,11 @@ def batch_json(samples: Samples | None) -> dict[str, Any] | None:
         return None
     return {
         arm: {
-            **found,
+            **seconds,
             "over_streaming": samples.speed(arm, batch.STREAMING),
             "over_mlx_lm": samples.speed(arm, batch.WINDOW),
         }
-        for arm, found in samples.as_json().items()
+        for arm, seconds in samples.as_json().items()
     }
 
 
@@ -282,7 +282,7 @@ def threads_table(kinds: list[Handing]) -> Table:
     return table
 
 
-def products_table(found: list[products.Product]) -> Table:
+def products_table(results: list[products.Product]) -> Table:
     """Milliseconds with both BLAS."""
     table = numbers(
         "a float32 matrix product, milliseconds",
@@ -291,7 +291,7 @@ def products_table(found: list[products.Product]) -> Table:
         products.OPENBLAS,
         "times as fast",
     )
-    for product in found:
+    for product in results:
         samples = product.samples
         times = (f"{1e3 * samples.median(arm):.3f}" for arm in samples.arms)
         gain = samples.speed(products.OPENBLAS, products.LINKED)

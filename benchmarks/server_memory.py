@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.weighing import SEQUENCES, Held, Scale, parser
+from benchmarks.weighing import SEQUENCES, Scale, Weight, parser
 from mlx_h2o._blas import use_openblas
 from mlx_h2o.cli import main as mlx_h2o_main
 from mlx_h2o.loading.load import SAMPLE_TEXT, load, model_path
@@ -33,15 +33,15 @@ ANSWER, WARM_UP = 64, 8
 WORDS = 600
 
 
-def asked(prompt: str, tokens: int) -> None:
+def ask(prompt: str, tokens: int) -> None:
     """One answer."""
     connection = HTTPConnection("127.0.0.1", PORT, timeout=600)
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()
-    said = answer.read()
+    content = answer.read()
     if answer.status != 200:
-        raise RuntimeError(f"{answer.status}: {said!r}")
+        raise RuntimeError(f"{answer.status}: {content!r}")
 
 
 def told_by_ours() -> int:
@@ -49,31 +49,31 @@ def told_by_ours() -> int:
     connection = HTTPConnection("127.0.0.1", PORT, timeout=60)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
-    found = re.findall(r"^mlx_h2o_kv_bytes_(?:running|idle) (\S+)$", text, re.M)
-    return sum(int(float(size)) for size in found)
+    sizes = re.findall(r"^mlx_h2o_kv_bytes_(?:running|idle) (\S+)$", text, re.M)
+    return sum(int(float(size)) for size in sizes)
 
 
-def watched(arm: str, told: Callable[[], int]) -> None:
+def watched(arm: str, reported: Callable[[], int]) -> None:
     """Ask, weigh, print, and end the process, once the server answers."""
     try:
         while True:
             try:
-                asked("One", WARM_UP)
+                ask("One", WARM_UP)
                 break
             except ConnectionError:
                 threading.Event().wait(0.3)
         words = SAMPLE_TEXT.read_text(encoding="utf-8").split()
         prompts = [" ".join(words[40 * i : 40 * i + WORDS]) for i in range(1 + SEQUENCES)]
-        asked(prompts[0], WARM_UP)
-        before, scale = told(), Scale(arm)
-        askers = [threading.Thread(target=asked, args=(p, ANSWER)) for p in prompts[1:]]
+        ask(prompts[0], WARM_UP)
+        before, scale = reported(), Scale(arm)
+        askers = [threading.Thread(target=ask, args=(p, ANSWER)) for p in prompts[1:]]
         for asker in askers:
             asker.start()
         for asker in askers:
             asker.join()
-        asked("One", WARM_UP)  # what ran is idle now
-        held: Held = scale.weighed(f"{SEQUENCES} conversations kept", told() - before)
-        print(json.dumps([asdict(held)]), flush=True)
+        ask("One", WARM_UP)  # what ran is idle now
+        weight: Weight = scale.weighed(f"{SEQUENCES} conversations kept", reported() - before)
+        print(json.dumps([asdict(weight)]), flush=True)
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -95,10 +95,10 @@ def theirs(_: Namespace) -> None:
         noting: Any = import_module("benchmarks.stock_server")
         server.BatchGenerator, server.LRUPromptCache = noting.Noting, noting.Kept
 
-        def told() -> int:
+        def reported() -> int:
             return int(noting.Noting.idle.nbytes)
 
-        threading.Thread(target=watched, args=(THEIRS, told)).start()
+        threading.Thread(target=watched, args=(THEIRS, reported)).start()
         sys.argv = ["mlx_lm.server", "--model", model_path(MODEL), "--port", str(PORT)]
         server.main()
 

@@ -87,8 +87,8 @@ def soak(name: str, command: list[str], minutes: float, args: argparse.Namespace
     """Start a server, send requests on all streams for the given minutes, and watch it."""
     soaked = Soaked(name)
     with tempfile.TemporaryDirectory() as folder:
-        noted = Path(folder) / "peak"
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "SOAK_PEAK": str(noted)}
+        file = Path(folder) / "peak"
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "SOAK_PEAK": str(file)}
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
         try:
             wait_for(args.port, process)
@@ -110,7 +110,7 @@ def soak(name: str, command: list[str], minutes: float, args: argparse.Namespace
                 soaked.resident.append(look)
                 next((thread for thread in threads if thread.is_alive()), threads[0]).join(EVERY)
             soaked.seconds = time.monotonic() - start
-            soaked.kv_peak = peak_of(args.port, noted)
+            soaked.kv_peak = peak_of(args.port, file)
         finally:
             process.terminate()
             process.wait(60)
@@ -161,16 +161,16 @@ def chunks(prompt: str, args: argparse.Namespace) -> Any:
     raise RuntimeError("the answer broke off")
 
 
-def peak_of(port: int, noted: Path) -> int:
+def peak_of(port: int, file: Path) -> int:
     """The most bytes of KV, from the server's metrics or from stock_server.py's file."""
-    if noted.exists():
-        return int(noted.read_text())
+    if file.exists():
+        return int(file.read_text())
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
-    found = re.search(r"^mlx_h2o_kv_bytes_peak (\S+)$", text, re.M)
-    assert found is not None, "prometheus-client is missing"
-    return int(float(found[1]))
+    match = re.search(r"^mlx_h2o_kv_bytes_peak (\S+)$", text, re.M)
+    assert match is not None, "prometheus-client is missing"
+    return int(float(match[1]))
 
 
 def unlike_alone(soaked: Soaked, args: argparse.Namespace) -> tuple[int, int]:

@@ -101,9 +101,9 @@ def long_conversation(name: str, slots: int, tokens: int, folder: Path) -> None:
         text = (text + 7) % 1000  # so that no two chunks are alike
         if done % shown < CHUNK:
             file = file_of(cache)
-            held, told = resident(), sum(entry.nbytes for entry in cache)
+            in_memory, reported = resident(), sum(entry.nbytes for entry in cache)
             read = sum(entry.back.rows_read for entry in cache if entry.back is not None)
-            sizes = [f"{size / 2**20:.1f}" for size in (held, told, file.file_bytes)]
+            sizes = [f"{size / 2**20:.1f}" for size in (in_memory, reported, file.file_bytes)]
             cells = [f"{done:,}", *sizes, f"{file.file_bytes / done:,.0f}", f"{read / done:.1f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -58,9 +58,9 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Handing]:
         for work, gap in kinds
         for name in (ALONE, POOL)
     }
-    found = in_turns(arms, rounds, progress=progress).seconds
+    times = in_turns(arms, rounds, progress=progress).seconds
     return [
-        Handing(work, gap, Samples({name: found[f"{name} {work} {gap}"] for name in (ALONE, POOL)}))
+        Handing(work, gap, Samples({name: times[f"{name} {work} {gap}"] for name in (ALONE, POOL)}))
         for work, gap in kinds
     ]
 

@@ -69,7 +69,7 @@ def reading(model: object, tokens: int, packed_by: Callable[..., PackedRows]) ->
     return arm
 
 
-def told(what: str, samples: Samples, arm: str, base: str) -> None:
+def print_ratio(what: str, samples: Samples, arm: str, base: str) -> None:
     seconds = samples.median(base)
     ratio, quiet = samples.ratio(arm, base), samples.quiet_ratio(arm, base)
     print(f"{what}: {arm} over {base} {ratio:.3f} ({quiet:.3f}), {1e3 * seconds:.3f} ms {base}")
@@ -84,20 +84,22 @@ def main() -> None:
     mx.set_default_device(mx.cpu)
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         arms = {name: decoding(dtype, name == FRAMED) for name in (FRAMED, PLAIN)}
-        told(f"a step in {dtype}", in_turns(arms, arguments.rounds), FRAMED, PLAIN)
+        print_ratio(f"a step in {dtype}", in_turns(arms, arguments.rounds), FRAMED, PLAIN)
         rows = mx.random.normal((1, HEADS, arguments.tokens, WIDTH)).astype(dtype)
         mx.eval(rows)
         arms = {
             name: timed(lambda rows=rows, of=of: mx.eval(of(rows, BITS, 64).arrays))
             for name, of in ((BY_RANGE, pack), (BY_MX, by_mx))
         }
-        told(f"packing a prompt in {dtype}", in_turns(arms, arguments.rounds), BY_RANGE, BY_MX)
+        print_ratio(
+            f"packing a prompt in {dtype}", in_turns(arms, arguments.rounds), BY_RANGE, BY_MX
+        )
     if arguments.model:
         model, _ = load(arguments.model)
         packers = ((BY_RANGE, pack), (BY_MX, by_mx))
         arms = {name: reading(model, arguments.tokens, of) for name, of in packers}
         samples = in_turns(arms, max(arguments.rounds // 5, 3))
-        told(f"a prompt of {arguments.tokens}", samples, BY_RANGE, BY_MX)
+        print_ratio(f"a prompt of {arguments.tokens}", samples, BY_RANGE, BY_MX)
 
 
 if __name__ == "__main__":

@@ -201,8 +201,8 @@ def attention_times(plan: Plan, slots: int) -> dict[str, Any]:
     arms = of_one(samples, calls(plan, slots))
     for name, arm in arms.items():
         bits = PACKED.get(name)
-        held = packed_bytes(plan, slots, bits) if bits else kv_bytes(plan, slots)
-        arm["bytes_per_second"] = held / arm["seconds"]
+        nbytes = packed_bytes(plan, slots, bits) if bits else kv_bytes(plan, slots)
+        arm["bytes_per_second"] = nbytes / arm["seconds"]
     return {
         "query_heads": plan.query_heads,
         "kv_heads": plan.kv_heads,
@@ -271,8 +271,8 @@ def step_times(plan: Plan, slots: int) -> dict[str, Any]:
 def of_one(samples: Samples, count: int) -> dict[str, dict[str, float]]:
     """Median and quartiles of one call, or token, of `count`."""
     return {
-        arm: {name: seconds / count for name, seconds in found.items()}
-        for arm, found in samples.as_json().items()
+        arm: {name: seconds / count for name, seconds in per_visit.items()}
+        for arm, per_visit in samples.as_json().items()
     }
 
 

@@ -29,7 +29,7 @@ def resident() -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class Weight:
     """Bytes after a stage; `told` is what the caches say, the others are over the beginning.
 
     Attributes:
@@ -72,7 +72,7 @@ class Scale:
         self._active, self._in_ranges = mx.get_active_memory(), reserved_range.bytes_held()
         mx.reset_peak_memory()
 
-    def weighed(self, stage: str, told: int) -> Held:
+    def weighed(self, stage: str, reported: int) -> Weight:
         """The bytes held now, and their peak since the previous call."""
         pool = mx.get_cache_memory()
         peak = mx.get_peak_memory() - self._active
@@ -82,7 +82,7 @@ class Scale:
         active = mx.get_active_memory() - self._active + in_ranges
         own = resident() - self._resident
         mx.reset_peak_memory()
-        return Held(self._arm, stage, told, active, pool, peak, own)
+        return Weight(self._arm, stage, reported, active, pool, peak, own)
 
 
 def parser() -> argparse.ArgumentParser:

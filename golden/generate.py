@@ -53,12 +53,12 @@ def generate(
             for case_name, parameters in group.cases():
                 progress(f"{name}/{case_name}")
                 chosen, inputs, results, margin = clear_of_ties(group, case_name, parameters)
-                for kind, found in (("in", inputs), ("out", results)):
-                    for array_name, array in found.items():
+                for kind, of_kind in (("in", inputs), ("out", results)):
+                    for array_name, array in of_kind.items():
                         mx.eval(array)
                         of_group[f"{case_name}/{kind}.{array_name}"] = array
-                noted = None if math.isinf(margin) else margin
-                cases.append(Case(name, case_name, chosen, noted))
+                finite = None if math.isinf(margin) else margin
+                cases.append(Case(name, case_name, chosen, finite))
             arrays[name] = of_group
         write(folder, cases, arrays, tuple(GROUPS))
     return cases
@@ -102,8 +102,10 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     others = set(order) - set(arrays)
     if others and (folder / manifest.FILE_NAME).exists():
-        kept = [case for case in manifest.read(folder, others).cases if case.group in others]
-        cases = [*cases, *kept]
+        others_cases = [
+            case for case in manifest.read(folder, others).cases if case.group in others
+        ]
+        cases = [*cases, *others_cases]
     places = {group: i for i, group in enumerate(order)}
     cases = sorted(cases, key=lambda case: places.get(case.group, 0))
     for group, of_group in arrays.items():

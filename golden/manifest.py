@@ -102,11 +102,11 @@ def read(folder: Path, groups: Container[str] | None = None) -> Golden:
     try:
         cases = [Case(**case) for case in manifest["cases"]]
         named = list(dict.fromkeys(case.group for case in cases))
-        wanted = [group for group in named if groups is None or group in groups]
-        files = [CASES_NAME, *(f"{group}.safetensors" for group in wanted)]
+        chosen = [group for group in named if groups is None or group in groups]
+        files = [CASES_NAME, *(f"{group}.safetensors" for group in chosen)]
         for name in manifest["files"] if groups is None else files:
             check_file(folder / name, manifest["files"][name])
-        arrays = {group: loaded(folder / f"{group}.safetensors") for group in wanted}
+        arrays = {group: loaded(folder / f"{group}.safetensors") for group in chosen}
         if any(f"{group}.safetensors" not in manifest["files"] for group in named):
             raise GoldenError(f"{path} has cases whose file it does not list.")
         if "\n".join(flat_text(cases)) + "\n" != (folder / CASES_NAME).read_text(encoding="utf-8"):
@@ -136,13 +136,13 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
     """Raise GoldenError unless the file is the one that the manifest describes."""
     if not path.is_file():
         raise GoldenError(f"The golden file {path} is missing.")
-    found = digest(path)
-    if found["bytes"] != expected["bytes"]:
+    actual = digest(path)
+    if actual["bytes"] != expected["bytes"]:
         raise GoldenError(
-            f"The golden file {path} has {found['bytes']} bytes and should have "
+            f"The golden file {path} has {actual['bytes']} bytes and should have "
             f"{expected['bytes']}: it was cut off or changed."
         )
-    if found["sha256"] != expected["sha256"]:
+    if actual["sha256"] != expected["sha256"]:
         raise GoldenError(f"The golden file {path} is corrupted: its SHA-256 does not match.")
 
 

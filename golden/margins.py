@@ -75,34 +75,34 @@ def wanted_margin(rank: np.ndarray, most: int) -> float:
 @contextmanager
 def watching() -> Iterator[list[float]]:
     """Note the margin of every choice in the block, beginning with infinity."""
-    found = [math.inf]
+    margins = [math.inf]
 
-    def kept(
+    def watched_select(
         priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
     ) -> mx.array:
         goes = positions.shape[-1] - count
-        found.append(margin(priority, evictable, unit, goes, ordered=False))
+        margins.append(margin(priority, evictable, unit, goes, ordered=False))
         return select_kept(priority, positions, evictable, count, unit)
 
     def victims(
         priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
     ) -> mx.array:
-        found.append(margin(priority, evictable, unit, count))
+        margins.append(margin(priority, evictable, unit, count))
         return select_victims(priority, positions, evictable, count, unit)
 
     def pages(estimates: np.ndarray, lost: np.ndarray, pages: int, most: int) -> set[int]:
         read = pages_to_read(estimates, lost, pages, most)
-        found.append(page_margin(estimates, read))
+        margins.append(page_margin(estimates, read))
         return read
 
-    def wanted(rank: np.ndarray, most: int) -> np.ndarray:
-        found.append(wanted_margin(rank, most))
+    def watched_most(rank: np.ndarray, most: int) -> np.ndarray:
+        margins.append(wanted_margin(rank, most))
         return most_wanted(rank, most)
 
     with (
-        mock.patch.object(selection, "select_kept", kept),
+        mock.patch.object(selection, "select_kept", watched_select),
         mock.patch.object(selection, "select_victims", victims),
         mock.patch.object(returning, "pages_to_read", pages),
-        mock.patch.object(returning, "most_wanted", wanted),
+        mock.patch.object(returning, "most_wanted", watched_most),
     ):
-        yield found
+        yield margins

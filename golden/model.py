@@ -11,7 +11,7 @@ import numpy as np
 
 from golden.group import Arrays, Parameters, parameters_of, policy_of
 from golden.margins import watching
-from golden.trajectory import held
+from golden.trajectory import field_by_position
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.hosts import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
@@ -102,7 +102,7 @@ def continued(p: Parameters, prompt: mx.array) -> tuple[Arrays, float]:
     for first in range(0, prompt.size, p["prefill"]):
         logits = model(prompt[None, first : first + p["prefill"]], cache=caches)[0, -1]
         mx.eval(logits)
-    after_prompt = kept(caches)
+    after_prompt = positions_of(caches)
     tokens, gap = [], float("inf")
     while True:
         best = np.sort(np.array(logits))[-2:]
@@ -115,14 +115,14 @@ def continued(p: Parameters, prompt: mx.array) -> tuple[Arrays, float]:
         {
             "tokens": mx.array(tokens, dtype=mx.int32),
             "kept.prompt": after_prompt,
-            "kept": kept(caches),
+            "kept": positions_of(caches),
             "logits": logits,
         },
         gap,
     )
 
 
-def kept(caches: list[H2OKVCache]) -> mx.array:
+def positions_of(caches: list[H2OKVCache]) -> mx.array:
     """Positions `[layers, 1, H, most]`, ascending, padded with -1."""
     most = max(cache.size() for cache in caches)
-    return mx.stack([mx.array(held(cache, "kept", most)) for cache in caches])
+    return mx.stack([mx.array(field_by_position(cache, "kept", most)) for cache in caches])

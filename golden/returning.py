@@ -37,11 +37,11 @@ def cases() -> Iterator[tuple[str, Parameters]]:
         seed += 16
         of_policy = parameters_of(make_policy(policy, sink=2, recent=0.25))
         cache = {"budgets": budgets, "remainder": True, **changed.pop("cache", {})}
-        told = {"calls": CALLS, "recorded": RECORDED, "chunks": CHUNKS, "returns": RETURNS}
+        constants = {"calls": CALLS, "recorded": RECORDED, "chunks": CHUNKS, "returns": RETURNS}
         # To which KV heads of each layer rows come back.
         heads = changed.pop("heads", [[1, 1], [1, 1]])
         return trajectory.plain_case(
-            seed, policy=of_policy, cache=cache, returning=heads, **told, **changed
+            seed, policy=of_policy, cache=cache, returning=heads, **constants, **changed
         )
 
     for store in ("dense", "4bit", "mixed"):

@@ -101,9 +101,9 @@ def inputs(parameters: Parameters) -> Arrays:
         lot = weights.reshape(*shape[:2], total)[b, of_head].copy()
         lot[: p["policy"]["sink"]] = 0
         lot[total - 5 :] = 0
-        held = np.argsort(lot, kind="stable")[: p["slots"]]
+        chosen = np.argsort(lot, kind="stable")[: p["slots"]]
         order = hashed(seed_of(p["seed"], WEIGHT, 1 + b), p["slots"])
-        positions[b, h] = held[np.argsort(order, kind="stable")]
+        positions[b, h] = chosen[np.argsort(order, kind="stable")]
     numbers = mx.abs(tensor(p["seed"], WORTH, shape))
     arrays = {"positions": mx.array(positions)}
     if p["kind"] == "extremes":
@@ -128,9 +128,9 @@ def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
     N, count, unit = p["slots"], p["count"], policy.unit
     if p["kind"] == "kept":
         priority = policy.prompt_priority(slots, inputs.get("window_mass"))
-        kept = select_kept(priority, slots.positions, slots.evictable, count, unit)
+        winners = select_kept(priority, slots.positions, slots.evictable, count, unit)
         least = margin(priority, slots.evictable, unit, N - count, ordered=False)
-        return {"priority": priority, "kept": kept}, least
+        return {"priority": priority, "kept": winners}, least
     priority = inputs["priority"] if p["kind"] == "extremes" else policy.priority(slots)
     victims = select_victims(priority, slots.positions, slots.evictable, count, unit)
     if p["kind"] == "extremes":

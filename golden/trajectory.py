@@ -233,7 +233,7 @@ def replayed(
             most = max(most_slots(p), max(cache.size() for cache in caches))
             for name in ("kept", "scores"):
                 if name == "kept" or caches[0].policy.needs_attention:
-                    of_layers = [mx.array(held(cache, name, most)) for cache in caches]
+                    of_layers = [mx.array(field_by_position(cache, name, most)) for cache in caches]
                     results.setdefault(name, []).append(mx.stack(of_layers))
     arrays = {
         name: mx.stack(parts) if name in ("out", "kept", "scores") else parts[0]
@@ -290,7 +290,7 @@ class Layer:
         return out
 
 
-def held(cache: BoundedKVCache, name: str, most: int) -> np.ndarray:
+def field_by_position(cache: BoundedKVCache, name: str, most: int) -> np.ndarray:
     """Positions ("kept") or scores `[B, H, most]` in order of position; unused places are -1, or 0.
 
     Args:

@@ -38,10 +38,10 @@ def cases() -> Iterator[tuple[str, Parameters]]:
         own = {"sink": 2, "recent": 0.25}
         if policy in ("h2o", "salient"):
             own["window"] = 16
-        given = {"policy": parameters_of(make_policy(policy, **own)), "pins": PINS, **changed}
+        parameters = {"policy": parameters_of(make_policy(policy, **own)), "pins": PINS, **changed}
         turns = {"turn_calls": [SECOND, THIRD], "carries": carries}
         talk = {"calls": CALLS, "recorded": RECORDED, "chunks": CHUNKS}
-        return trajectory.plain_case(seed, **given, **turns, **talk)
+        return trajectory.plain_case(seed, **parameters, **turns, **talk)
 
     ragged = {"budgets": trajectory.RAGGED, "remainder": True}
     for policy in ("salient", "distinct", "h2o", "ema", "ema-logits", "tova"):

@@ -105,9 +105,9 @@ def verify(
                 worst, differences = 0.0, []
                 for case in cases:
                     progress(f"{backend}: {group}/{case.name}")
-                    found = GROUPS[group].run(case.parameters, golden.of(case, "in"))
+                    results = GROUPS[group].run(case.parameters, golden.of(case, "in"))
                     errors, what = compared(
-                        found, golden.of(case, "out"), golden.tolerances, size_of(case)
+                        results, golden.of(case, "out"), golden.tolerances, size_of(case)
                     )
                     worst = max(worst, errors)
                     differences += [
@@ -124,7 +124,7 @@ def size_of(case: manifest.Case) -> float:
 
 
 def compared(
-    found: Mapping[str, mx.array],
+    results: Mapping[str, mx.array],
     golden: Mapping[str, mx.array],
     tolerances: Mapping[str, Mapping[str, float]],
     size: float = 1.0,
@@ -132,19 +132,19 @@ def compared(
     """The largest error in units of the tolerance, and the differences: array, words, error.
 
     Args:
-        found: The computed arrays.
+        results: The computed arrays.
         golden: The files' arrays.
         tolerances: As in the manifest.
         size: The size of the input numbers; a sum of large ones may cancel, and its absolute error
             is then of their size.
     """
     worst, differences = 0.0, []
-    for name in sorted(set(found) | set(golden)):
-        if name not in found or name not in golden:
-            where = "here" if name in found else "in the file"
+    for name in sorted(set(results) | set(golden)):
+        if name not in results or name not in golden:
+            where = "here" if name in results else "in the file"
             differences.append((name, f"found only {where}", np.inf))
             continue
-        a, b = found[name], golden[name]
+        a, b = results[name], golden[name]
         if a.shape != b.shape or a.dtype != b.dtype:
             differences.append((name, f"{a.shape} {a.dtype}, not {b.shape} {b.dtype}", np.inf))
             continue
@@ -157,7 +157,7 @@ def compared(
 
 
 def distance(
-    found: mx.array,
+    result: mx.array,
     golden: mx.array,
     tolerances: Mapping[str, Mapping[str, float]],
     size: float = 1.0,
@@ -165,15 +165,15 @@ def distance(
     """The largest error in units of the tolerance; infinite if exactness is required and missed.
 
     Args:
-        found: The computed array.
+        result: The computed array.
         golden: The file's array.
         tolerances: As in the manifest.
         size: The size of the input numbers.
     """
     if not mx.issubdtype(golden.dtype, mx.floating):
-        return 0.0 if mx.array_equal(found, golden).item() else np.inf
+        return 0.0 if mx.array_equal(result, golden).item() else np.inf
     tolerance = tolerances[str(golden.dtype).rpartition(".")[-1]]
-    a = np.array(found.astype(mx.float32)).astype(np.float64)
+    a = np.array(result.astype(mx.float32)).astype(np.float64)
     b = np.array(golden.astype(mx.float32)).astype(np.float64)
     # Infinities of the same sign agree; a NaN agrees with a NaN.
     same = (a == b) | (np.isnan(a) & np.isnan(b))

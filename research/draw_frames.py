@@ -47,12 +47,12 @@ def most_unlike(keys: list[mx.array]) -> tuple[int, int]:
     def contrast(of_head: np.ndarray) -> float:
         return float(np.abs(of_head.mean(axis=0)).max() / np.median(of_head.std(axis=0)))
 
-    found = [
+    pairs = [
         (contrast(np.array(layer[head])), i, head)
         for i, layer in enumerate(keys)
         for head in range(layer.shape[0])
     ]
-    _, layer, head = max(found)
+    _, layer, head = max(pairs)
     return layer, head
 
 

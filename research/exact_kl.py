@@ -111,17 +111,17 @@ def limited_attention(
         # Sinks, then the rows that are still in the window of any query of the block.
         oldest = max(SINK, start - (budget - SINK) + 1)
         window = weights[..., oldest:] * (of[oldest:] > at - (budget - SINK))
-        kept = mx.concatenate([weights[..., :SINK], window], axis=-1)
-        held = mx.concatenate([values[:SINK], values[oldest:]])
+        visible = mx.concatenate([weights[..., :SINK], window], axis=-1)
+        in_view = mx.concatenate([values[:SINK], values[oldest:]])
         count, mean, variance, value = rows.upto(at[:, 0] + 1 - (budget - SINK))
         x = 0.5 * (mx.square(scaled) * variance).sum(axis=-1, keepdims=True)
         r = (scaled * mean).sum(axis=-1, keepdims=True) + x * mx.rsqrt(1 + x / SATURATION)
         # The shift keeps both exponentials finite when the remainder outweighs every kept slot.
         shift = mx.maximum(r + mx.log(count) - top, 0)
         column = mx.exp(r + mx.log(count) - top - shift)
-        kept = kept * mx.exp(-shift)
-        total = kept.sum(axis=-1, keepdims=True) + column
-        yield (kept @ held + column * value) / total
+        visible = visible * mx.exp(-shift)
+        total = visible.sum(axis=-1, keepdims=True) + column
+        yield (visible @ in_view + column * value) / total
 
 
 class _Limiting(LookingCache):
@@ -196,8 +196,8 @@ def calibrate_exactly(
         for of_layer in losses
     )
     identity = identity_by_kinds(model, kinds)
-    seen = {"tokens": sum(p.size for p in passes), **(details or {})}
-    return Profile(identity, GRID, curves, "KL divergence, one head at a time", seen)
+    measured_on = {"tokens": sum(p.size for p in passes), **(details or {})}
+    return Profile(identity, GRID, curves, "KL divergence, one head at a time", measured_on)
 
 
 def _log_probabilities(

@@ -126,10 +126,10 @@ def shipped_frames(model: nn.Module, context: int) -> list[Frame]:
     """The key scaling that the model's caches get for `context` tokens."""
     kinds = layer_kinds(model)
     identity = identity_by_kinds(model, kinds)
-    found = found_frames(identity, found_profile(model, identity))
-    if not found:
+    frames = found_frames(identity, found_profile(model, identity))
+    if not frames:
         sys.exit("The model has no frames: make a profile first (mlx_h2o calibrate).")
-    of_layers = found[min((c for c in found if c >= context), default=max(found))]
+    of_layers = frames[min((c for c in frames if c >= context), default=max(frames))]
     return [Frame(mx.array(centre), mx.array(scale)) for centre, scale in of_layers]
 
 
@@ -257,10 +257,10 @@ def widths(model: nn.Module, samples: mx.array, parts: Sequence[int]) -> None:
     print("| rows | perplexity | loss | part of the bytes | slots a head |")
     print("|---|---:|---:|---:|---:|")
     for part in parts:
-        for name, given in WIDTHS.items():
+        for name, options in WIDTHS.items():
             try:
                 cache = mlx_h2o.make_prompt_cache(
-                    model, max_bytes=dense // part, context=T, **given
+                    model, max_bytes=dense // part, context=T, **options
                 )
             except ValueError as error:
                 print(f"{name}: {error}", file=sys.stderr)

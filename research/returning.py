@@ -51,22 +51,22 @@ PACKED_CACHE = next(name for name, bits in PACKED.items() if bits == 4)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A prompt, its question, and its answers.
 
     Attributes:
         text: Token ids, read in chunks.
         question: Token ids, read as a chunk of their own but for the last.
-        said: What follows, piece by piece: token ids, and whether they are an answer.
+        pieces: What follows, piece by piece: token ids, and whether they are an answer.
     """
 
     text: list[int]
     question: list[int]
-    said: list[tuple[list[int], bool]]
+    pieces: list[tuple[list[int], bool]]
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     """The result of one cache.
 
     Attributes:
@@ -81,16 +81,16 @@ class Found:
 
 
 def makers(
-    model: nn.Module, given: int, tokens: int, folder: Path
+    model: nn.Module, size: int, tokens: int, folder: Path
 ) -> dict[str, Callable[[], list[Any]]]:
-    """Makes each cache with the bytes of `given` plain tokens."""
+    """Makes each cache with the bytes of `size` plain tokens."""
 
     def ours(spill: mlx_h2o.Spill | None) -> list[Any]:
         settings = ModelSettings.of(max_bytes="100%", spill=spill)
-        return caches_in_16_bits(model, settings, given, tokens)
+        return caches_in_16_bits(model, settings, size, tokens)
 
     return {
-        WINDOW: lambda: Method(WINDOW, tokens=given).make(model, tokens),
+        WINDOW: lambda: Method(WINDOW, tokens=size).make(model, tokens),
         WITHOUT: lambda: ours(None),
         WITH: lambda: ours(mlx_h2o.Spill(folder)),
     }
@@ -98,7 +98,7 @@ def makers(
 
 def planted(
     tokenizer: Any, text: str, args: argparse.Namespace, tokens: int, within: int | None = None
-) -> list[Asked]:
+) -> list[Question]:
     """Prompts with one planted fact each.
 
     Args:
@@ -121,16 +121,16 @@ def planted(
     return prompts_of(task)
 
 
-def prompts_of(task: RecallTask) -> list[Asked]:
+def prompts_of(task: RecallTask) -> list[Question]:
     """The prompts of a task, each with one answer."""
     rows = cast(list[list[int]], task.prompts.tolist())
     return [
-        Asked(row[:at], row[at:], [(list(answer), True)])
+        Question(row[:at], row[at:], [(list(answer), True)])
         for row, at, answer in zip(rows, task.questions, task.answers, strict=True)
     ]
 
 
-def ruler_prompts(tokenizer: Any, args: argparse.Namespace) -> list[Asked]:
+def ruler_prompts(tokenizer: Any, args: argparse.Namespace) -> list[Question]:
     """One prompt of each of RULER's tasks.
 
     Args:
@@ -145,21 +145,21 @@ def ruler_prompts(tokenizer: Any, args: argparse.Namespace) -> list[Asked]:
     begins = [] if bos is None else [bos]
     made = [ruler.samples(kind, args.tokens, 1, args.seed, encode)[0] for kind in ruler.KINDS]
     return [
-        Asked(
+        Question(
             [*begins, *encode(one.text)],
             encode(one.question),
-            [(encode(piece), right) for piece, right in one.said],
+            [(encode(piece), right) for piece, right in one.pieces],
         )
         for one in made
     ]
 
 
 def answers_known(
-    model: nn.Module, prompts: Sequence[Asked], make: Callable[[], list[Any]], named: str
-) -> Found:
+    model: nn.Module, prompts: Sequence[Question], make: Callable[[], list[Any]], named: str
+) -> Result:
     """Read every prompt through a cache of its own, and see which of its answers are known."""
-    known, held, rows = list[float](), [], 0.0
-    for i, asked in enumerate(prompts):
+    answers, nbytes, rows = list[float](), [], 0.0
+    for i, question in enumerate(prompts):
         cache = make()
 
         def read(tokens: Sequence[int], cache: list[Any]) -> mx.array:
@@ -167,36 +167,36 @@ def answers_known(
             mx.eval(logits)
             return logits
 
-        for first in range(0, len(asked.text), CHUNK):
+        for first in range(0, len(question.text), CHUNK):
             # The logits of the text are not read, and a small model's are a fifth of the work.
-            mx.eval(model.model(mx.array([asked.text[first : first + CHUNK]]), cache=cache))
-        read(asked.question[:-1], cache)
-        logits = read(asked.question[-1:], cache)
-        for piece, is_answer in asked.said:
+            mx.eval(model.model(mx.array([question.text[first : first + CHUNK]]), cache=cache))
+        read(question.question[:-1], cache)
+        logits = read(question.question[-1:], cache)
+        for piece, is_answer in question.pieces:
             right = True
             for token in piece:
                 right &= bool(is_known(logits, mx.array([token]), 0).item())
                 logits = read([token], cache)
-            known += [float(right)] if is_answer else []
-        held.append(bytes_in_16_bits(cache))
-        rows += rows_read(cache) / (len(asked.text) + len(asked.question))
+            answers += [float(right)] if is_answer else []
+        nbytes.append(bytes_in_16_bits(cache))
+        rows += rows_read(cache) / (len(question.text) + len(question.question))
         print(f"{named}: {i + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
-    return Found(known, statistics.fmean(held), rows / len(prompts))
+    return Result(answers, statistics.fmean(nbytes), rows / len(prompts))
 
 
-def those_known(prompts: Sequence[Asked], known: Sequence[float]) -> list[Asked]:
+def those_known(prompts: Sequence[Question], shares: Sequence[float]) -> list[Question]:
     """The prompts with some answer that is known, of which the others are asked for no more.
 
     Args:
         prompts: The prompts.
-        known: For each answer of all prompts whether it is known.
+        shares: For each answer of all prompts whether it is known.
     """
-    each, kept = iter(known), []
-    for asked in prompts:
-        said = [(piece, bool(is_answer and next(each))) for piece, is_answer in asked.said]
-        if any(right for _, right in said):
-            kept.append(replace(asked, said=said))
-    return kept
+    each, questions = iter(shares), []
+    for question in prompts:
+        pieces = [(piece, bool(is_answer and next(each))) for piece, is_answer in question.pieces]
+        if any(right for _, right in pieces):
+            questions.append(replace(question, pieces=pieces))
+    return questions
 
 
 def rows_read(cache: Sequence[Any]) -> int:
@@ -207,7 +207,7 @@ def rows_read(cache: Sequence[Any]) -> int:
 
 def prose_read(
     model: nn.Module, samples: mx.array, make: Callable[[], list[Any]], named: str
-) -> Found:
+) -> Result:
     """Nats per token of all samples, read side by side, in bounded caches each in its own."""
     count, T = samples.shape
     merged = make()
@@ -217,21 +217,22 @@ def prose_read(
     nats = stepwise(model, samples, merged, T // 4)
     print(f"{named}: {count} samples", file=sys.stderr, flush=True)
     if not isinstance(merged[0], BatchH2OKVCache):
-        return Found(nats, bytes_in_16_bits(merged) / count, 0.0)
+        return Result(nats, bytes_in_16_bits(merged) / count, 0.0)
     members = [[of_layer.caches[i] for of_layer in merged] for i in range(count)]
-    held = statistics.fmean(bytes_in_16_bits(cache) for cache in members)
-    return Found(nats, held, statistics.fmean(rows_read(cache) / T for cache in members))
+    nbytes = statistics.fmean(bytes_in_16_bits(cache) for cache in members)
+    return Result(nats, nbytes, statistics.fmean(rows_read(cache) / T for cache in members))
 
 
-def line(part: str, name: str, found: Found, full: Found, prose: bool) -> None:
+def line(part: str, name: str, figures: Result, full: Result, prose: bool) -> None:
     """Print one cache's line."""
     if prose:
-        perplexity = math.exp(statistics.fmean(found.scores))
-        result = f"{perplexity:.3f} | {lost(found.scores, full.scores)}"
+        perplexity = math.exp(statistics.fmean(figures.scores))
+        result = f"{perplexity:.3f} | {lost(figures.scores, full.scores)}"
     else:
-        result = f"{sum(found.scores):.0f} of {len(found.scores)}"
+        result = f"{sum(figures.scores):.0f} of {len(figures.scores)}"
     print(
-        f"| {part} | {name} | {found.nbytes:,.0f} | {result} | {found.rows_read:.1f} |", flush=True
+        f"| {part} | {name} | {figures.nbytes:,.0f} | {result} | {figures.rows_read:.1f} |",
+        flush=True,
     )
 
 
@@ -267,7 +268,7 @@ def main() -> None:
     else:
         prompts = planted(tokenizer, text, args, args.tokens, args.within)
 
-    def measured(make: Callable[[], list[Any]], named: str) -> Found:
+    def measured(make: Callable[[], list[Any]], named: str) -> Result:
         if args.prose:
             return prose_read(model, samples, make, named)
         return answers_known(model, prompts, make, named)

@@ -107,7 +107,7 @@ class Trial:
         }
         share = mx.array([rule.recent for rule in rules])[:, None, None]
         self.recent = mx.floor(share * budgets).astype(mx.int32)
-        self.kept = mx.zeros((B, H, R, length), mx.bool_)
+        self.present = mx.zeros((B, H, R, length), mx.bool_)
         self.scores = mx.zeros((B, H, R, length))
         self.count = mx.zeros((B, H, R))
         self.mean_key, self.var_key = (mx.zeros((B, H, R, widths[0])) for _ in range(2))
@@ -116,7 +116,7 @@ class Trial:
     @property
     def state(self) -> list[mx.array]:
         return [
-            self.kept,
+            self.present,
             self.scores,
             self.count,
             self.mean_key,
@@ -138,9 +138,9 @@ class Trial:
         """
         N = keys.shape[2]
         at = mx.arange(N)
-        kept = self.kept[..., :N] | (at == offset - 1)
+        present = self.present[..., :N] | (at == offset - 1)
         logits = (q @ keys.swapaxes(-1, -2))[:, :, None]  # [B, H, 1, G, N]
-        logits = mx.where(kept[..., None, :], logits, -mx.inf)
+        logits = mx.where(present[..., None, :], logits, -mx.inf)
         r = self._column(q)
         lse = mx.logaddexp(mx.logsumexp(logits, axis=-1), r)
         p = mx.exp(logits - lse[..., None])
@@ -150,10 +150,10 @@ class Trial:
         scores = self.scores[..., :N] + p.sum(axis=-2)
         for way, which in self.rounded.items():
             scores = mx.where(which, in_half(scores, way == DITHERED), scores)
-        victim, goes = self._victim(scores, kept, keys, values, offset)
+        victim, goes = self._victim(scores, present, keys, values, offset)
         self._fold(keys, values, victim, goes)
-        kept = kept & ~((at == victim[..., None]) & goes[..., None])
-        self.kept[..., :N] = kept
+        present = present & ~((at == victim[..., None]) & goes[..., None])
+        self.present[..., :N] = present
         self.scores[..., :N] = scores
         return out
 
@@ -167,21 +167,21 @@ class Trial:
         return mx.where(t == SILENT, -mx.inf, r).swapaxes(-1, -2)
 
     def _victim(
-        self, scores: mx.array, kept: mx.array, keys: mx.array, values: mx.array, offset: int
+        self, scores: mx.array, present: mx.array, keys: mx.array, values: mx.array, offset: int
     ) -> tuple[mx.array, mx.array]:
         """The victim's slot `[B, H, R]`, and whether there is a victim."""
         at = mx.arange(keys.shape[2])
         goes = self.budgets <= offset  # the next token needs a slot
         old = (at >= SINK) & (at < (offset - self.recent)[..., None])
-        evictable = kept & old
-        worth = self._worth(scores, kept, evictable, keys, values, offset)
+        evictable = present & old
+        worth = self._worth(scores, present, evictable, keys, values, offset)
         worth = mx.where(self.summed, scores, worth)
         return mx.argmin(mx.where(evictable, worth, mx.inf), axis=-1), goes
 
     def _worth(
         self,
         scores: mx.array,
-        kept: mx.array,
+        present: mx.array,
         among: mx.array,
         keys: mx.array,
         values: mx.array,
@@ -190,7 +190,7 @@ class Trial:
         age = mx.maximum(offset - mx.arange(keys.shape[2]), 1).astype(mx.float32)
         weight = shares(among)
         few = (self.count < FEWEST_FOR_A_MEAN)[..., None]
-        mean = mx.where(few, shares(kept) @ keys, self.mean_key)
+        mean = mx.where(few, shares(present) @ keys, self.mean_key)
         square = mx.square(keys).sum(axis=-1)[:, :, None]
         cross = mean @ keys.swapaxes(-1, -2)
         of_mean = mx.square(mean).sum(axis=-1, keepdims=True)
@@ -317,8 +317,8 @@ class SimulatedCache:
         H = keys.shape[1]
         N = min(-(-self.offset // STRIDE) * STRIDE, self.length)
         grouped = q.astype(mx.float32).reshape(B, H, Hq // H, D) * scale
-        seen = (self.keys[:, :, :N], self.values[:, :, :N])  # type: ignore[index]
-        out = self.trial.step(grouped, *seen, self.offset)
+        visible = (self.keys[:, :, :N], self.values[:, :, :N])  # type: ignore[index]
+        out = self.trial.step(grouped, *visible, self.offset)
         return out.reshape(B, Hq, 1, -1).astype(q.dtype)
 
     def _start(self, keys: mx.array, values: mx.array) -> None:

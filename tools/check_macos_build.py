@@ -98,18 +98,18 @@ class Build:
         ]
 
     def _object(self, source: Path, *options: str) -> Path:
-        found = (
+        missing = (
             self.mlx / "include",
             self.nanobind / "include",
             self.nanobind / "ext" / "robin_map" / "include",
             sysconfig.get_path("include"),
         )
         own = (CPU, C_API / "src", C_API / "include", C_API / "mlx_c" / "include")
-        includes = [*(f"-I{path}" for path in own), *(f"-isystem{path}" for path in found)]
+        includes = [*(f"-I{path}" for path in own), *(f"-isystem{path}" for path in missing)]
         compiled = self.folder / f"{'_'.join(source.parts[-3:])}.o"
         print(source.name, flush=True)
-        said = self._run("-std=c++20", "-O2", "-c", *options, *includes, source, "-o", compiled)
-        print(said, end="")
+        errors = self._run("-std=c++20", "-O2", "-c", *options, *includes, source, "-o", compiled)
+        print(errors, end="")
         return compiled
 
     def _python_stub(self) -> Path:
@@ -142,7 +142,7 @@ def sources() -> list[Path]:
     Raises:
         BuildError: CMake does not list all of them.
     """
-    found = {
+    paths = {
         (folder / name).resolve()
         for folder in (PYTHON, CPU)
         for name in re.findall(
@@ -150,9 +150,9 @@ def sources() -> list[Path]:
         )
     }
     there = {path.resolve() for folder in (PYTHON, CPU, MACHINE) for path in folder.rglob("*.cpp")}
-    if missing := sorted(there ^ found):
+    if missing := sorted(there ^ paths):
         raise BuildError(f"not both there and in a CMakeLists.txt: {missing}")
-    return sorted(found)
+    return sorted(paths)
 
 
 def _options(source: Path) -> tuple[str, ...]:

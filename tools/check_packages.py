@@ -86,7 +86,7 @@ def built(out: Path) -> tuple[Path, Path]:
         (sdist,) = Path(raw).glob("*.tar.gz")
         (wheel,) = Path(raw).glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
-        kept = sdist.rename(out / sdist.name)
+        archive = sdist.rename(out / sdist.name)
         if sys.platform == "linux":
             run(
                 *(sys.executable, "-m", "auditwheel", "repair", "--exclude", "libmlx*"),
@@ -96,14 +96,14 @@ def built(out: Path) -> tuple[Path, Path]:
             check_glibc(wheel.name)
         else:
             wheel = wheel.rename(out / wheel.name)
-    return wheel, kept
+    return wheel, archive
 
 
 def check_glibc(name: str) -> None:
     """Raise SystemExit for a wheel that requires a newer system than MLX's."""
-    asked = min(tuple(map(int, pair)) for pair in re.findall(r"manylinux_(\d+)_(\d+)", name))
-    if asked > MLX_GLIBC:
-        raise SystemExit(f"{name} asks for glibc {asked}; MLX's own wheel asks for {MLX_GLIBC}.")
+    needed = min(tuple(map(int, pair)) for pair in re.findall(r"manylinux_(\d+)_(\d+)", name))
+    if needed > MLX_GLIBC:
+        raise SystemExit(f"{name} asks for glibc {needed}; MLX's own wheel asks for {MLX_GLIBC}.")
 
 
 def check_contents(wheel: Path) -> None:
@@ -130,16 +130,18 @@ def check_installed(package: Path, backend: str, commit: str) -> None:
         run(sys.executable, "-m", "venv", folder)
         bin_ = Path(folder) / "bin"
         run(bin_ / "pip", "install", "--quiet", f"{package}{extra}", env=NO_COMPILER)
-        found = run(bin_ / "python", "-c", BACKEND, env=NO_COMPILER).split()[-1]
-        if found != backend:
-            raise SystemExit(f"{package.name} runs on {found}, not on {backend}.")
-        said = run(bin_ / "mlx_h2o", "--version", env=NO_COMPILER).strip()
-        if not said.endswith(f"(commit {commit})"):
-            raise SystemExit(f"{package.name} says {said!r}; its commit is {commit!r}.")
+        device = run(bin_ / "python", "-c", BACKEND, env=NO_COMPILER).split()[-1]
+        if device != backend:
+            raise SystemExit(f"{package.name} runs on {device}, not on {backend}.")
+        version = run(bin_ / "mlx_h2o", "--version", env=NO_COMPILER).strip()
+        if not version.endswith(f"(commit {commit})"):
+            raise SystemExit(f"{package.name} says {version!r}; its commit is {commit!r}.")
         table = run(bin_ / "mlx_h2o", *DEMO, env=NO_COMPILER)
         if "mlx-h2o" not in table:
             raise SystemExit(f"The demo of {package.name} printed no table:\n{table}")
-    print(f"{package.name}: {said}; installed without a compiler, runs on {backend}, the demo ran")
+    print(
+        f"{package.name}: {version}; installed without a compiler, runs on {backend}, the demo ran"
+    )
 
 
 def commit_of(wheel: Path) -> str:

@@ -44,7 +44,7 @@ def found_modules(manifest: dict[str, Any], name: str) -> dict[str, str]:
 def main() -> None:
     manifest = json.load(sys.stdin)
     platforms = {p["platformName"]: p["version"] for p in manifest["platforms"]}
-    for found, expected in (
+    for value, expected in (
         (platforms, PLATFORMS),
         (found_packages(manifest), PACKAGES),
         (found_modules(manifest, "CMLXH2O"), {"MLX": "mlx-swift"}),
@@ -55,8 +55,8 @@ def main() -> None:
         (found_modules(manifest, "h2o-step-overhead"), MODULES),
         ([p["name"] for p in manifest["products"]], ["MLXH2O", "MLXH2OChecks"]),
     ):
-        if found != expected:
-            sys.exit(f"Package.swift, for Apple's platforms: {found} where {expected} is expected")
+        if value != expected:
+            sys.exit(f"Package.swift, for Apple's platforms: {value} where {expected} is expected")
 
 
 if __name__ == "__main__":

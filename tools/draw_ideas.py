@@ -116,14 +116,14 @@ class Keeping(LookingCache):
 
 def looked_at(model: Any, ids: list[int]) -> list[Keeping]:
     """Each layer's queries, keys and values over a text."""
-    seen: list[Keeping] = []
+    events: list[Keeping] = []
 
     def make(_: int) -> Keeping:
-        seen.append(Keeping())
-        return seen[-1]
+        events.append(Keeping())
+        return events[-1]
 
     mx.eval(looked_through(model, mx.array([ids]), Watcher(), make))
-    return seen
+    return events
 
 
 def lost_and_told(layer: Keeping, queries: int = 48) -> tuple[np.ndarray, ...]:
@@ -142,13 +142,13 @@ def lost_and_told(layer: Keeping, queries: int = 48) -> tuple[np.ndarray, ...]:
     mass = mx.softmax(logits, axis=-1).sum(axis=1)
     keep = mx.argsort(mx.argsort(-mass, axis=-1), axis=-1) < MEAN
     evicted = mx.where(keep[:, None], -mx.inf, logits)
-    kept = mx.where(keep[:, None], logits, -mx.inf)
-    of_kept = mx.logsumexp(kept, axis=-1)
+    visible = mx.where(keep[:, None], logits, -mx.inf)
+    of_kept = mx.logsumexp(visible, axis=-1)
     empty = Remainder.empty(1, H, k.shape[-1], v.shape[-1])
     rest = empty.fold(k[None, :, :past], v[None, :, :past], 1 - keep[None].astype(mx.float32))
-    told = rest.column(q[None], layer.scale)
-    out = mx.softmax(kept, axis=-1) @ v[:, :past]
-    joined, _ = rest.join(out[None], of_kept[None], told)
+    estimate = rest.column(q[None], layer.scale)
+    out = mx.softmax(visible, axis=-1) @ v[:, :past]
+    joined, _ = rest.join(out[None], of_kept[None], estimate)
     full = mx.softmax(logits, axis=-1) @ v[:, :past]
 
     def error(x: mx.array) -> np.ndarray:
@@ -156,15 +156,15 @@ def lost_and_told(layer: Keeping, queries: int = 48) -> tuple[np.ndarray, ...]:
         return np.array(mx.sqrt(part))
 
     true = mx.logsumexp(evicted, axis=-1)
-    return np.array(true), np.array(told[0]), error(out), error(joined[0])
+    return np.array(true), np.array(estimate[0]), error(out), error(joined[0])
 
 
 def draw_remainder(pyplot: Any, model: Any, tokenizer: Any, path: Path) -> None:
     """The remainder's column beside the truth, and its effect on the output."""
     layers = [lost_and_told(layer) for layer in looked_at(model, tokens_of(tokenizer, TOKENS))]
     figure, (dots, bars) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    true, told, _, _ = (np.concatenate(part) for part in zip(*layers, strict=True))
-    dots.plot(true.ravel(), told.ravel(), ".", color=GREEN, markersize=2, alpha=0.4)
+    true, estimate, _, _ = (np.concatenate(part) for part in zip(*layers, strict=True))
+    dots.plot(true.ravel(), estimate.ravel(), ".", color=GREEN, markersize=2, alpha=0.4)
     ends = [true.min(), true.max()]
     dots.plot(ends, ends, color="black", linewidth=0.8)
     dots.set_xlabel("log-sum-exp over all evicted tokens")
@@ -282,12 +282,12 @@ def draw_growth(pyplot: Any, profile: Profile, path: Path, mean: int = 128) -> N
     figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
     colours = pyplot.colormaps["viridis"](np.linspace(0, 0.9, len(names)))
     for i, (name, colour) in enumerate(zip(names, colours, strict=True)):
-        at, held = [1], [1]
+        at, sizes = [1], [1]
         for (begins, slots), following in zip(stages, [*stages[1:], (end, [])], strict=True):
             most = [n for layer in slots for n in layer][i]
             tokens = np.arange(begins + 1, following[0] + 1)
-            at, held = [*at, *tokens], [*held, *np.minimum(tokens, most)]
-        axes.plot(at, held, color=colour, label=name, linewidth=1.3)
+            at, sizes = [*at, *tokens], [*sizes, *np.minimum(tokens, most)]
+        axes.plot(at, sizes, color=colour, label=name, linewidth=1.3)
     for begins, _ in stages[1:]:
         axes.axvline(begins, color=GREY, linewidth=0.6, linestyle=":")
     axes.set_xscale("log", base=2)

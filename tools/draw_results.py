@@ -37,10 +37,10 @@ def rows_of(page: str, command: str) -> list[dict[str, str]]:
 
 def size_of(row: dict[str, str]) -> int:
     """The tokens whose bytes a row's cache holds."""
-    said = re.search(r", (\d+) tokens$", row["cache"])
+    match = re.search(r", (\d+) tokens$", row["cache"])
     only = re.search(r"--max-kv-size (\d+)", row["command"])
-    if said or only:
-        return int((said or only)[1])  # type: ignore[index]
+    if match or only:
+        return int((match or only)[1])  # type: ignore[index]
     raise ValueError(f"The size of {row['cache']!r} is not known.")
 
 
@@ -52,25 +52,25 @@ def name_of(row: dict[str, str]) -> str | None:
 def losses() -> dict[str, list[tuple[int, float, float]]]:
     """By cache: size in tokens, loss in percent and its standard error, the largest size first."""
     command = f"{COMMAND} --measures perplexity --size perplexity.samples=8"
-    found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in COLOURS}
+    series: dict[str, list[tuple[int, float, float]]] = {name: [] for name in COLOURS}
     for row in rows_of("index", command):
         number = re.match(r"([+-][\d.]+) ± ([\d.]+) %", row["loss"])
         if (name := name_of(row)) and number:
-            found[name].append((size_of(row), float(number[1]), float(number[2])))
-    return {name: sorted(points, reverse=True) for name, points in found.items()}
+            series[name].append((size_of(row), float(number[1]), float(number[2])))
+    return {name: sorted(points, reverse=True) for name, points in series.items()}
 
 
 def facts() -> dict[str, dict[int, int]]:
     """By cache: facts known at each size in tokens; at 0 those of mlx-lm's packed cache."""
     command = f"{COMMAND} --measures needles"
-    found: dict[str, dict[int, int]] = {}
+    counts: dict[str, dict[int, int]] = {}
     for row in rows_of("index", command):
-        known = int((row.get("facts") or row["unseen: all"]).split("/")[0])
+        right = int((row.get("facts") or row["unseen: all"]).split("/")[0])
         if row["cache"] == PACKED:
-            found[PACKED] = {0: known}
+            counts[PACKED] = {0: right}
         elif name := name_of(row):
-            found.setdefault(name, {})[size_of(row)] = known
-    return found
+            counts.setdefault(name, {})[size_of(row)] = right
+    return counts
 
 
 def draw(path: Path) -> None:
@@ -94,14 +94,14 @@ def draw(path: Path) -> None:
     left.set_title("Loss of perplexity, 1,024 tokens of a novel", loc="left", fontsize=10)
     left.legend(frameon=False, fontsize=9)
     bars = [
-        (f"{name}, 1/{TOKENS // size}" if size else f"{name}, 0.28", known, name)
+        (f"{name}, 1/{TOKENS // size}" if size else f"{name}, 0.28", count, name)
         for name, known_at in facts().items()
-        for size, known in known_at.items()
+        for size, count in known_at.items()
     ]
     bars.sort(key=lambda bar: ("1/8" in bar[0], -bar[1]))
-    for at, (_, known, name) in enumerate(reversed(bars)):
-        right.barh(at, known, color=COLOURS.get(name, PACKED_COLOUR))
-        right.text(known + 0.3, at, str(known), va="center", fontsize=9)
+    for at, (_, count, name) in enumerate(reversed(bars)):
+        right.barh(at, count, color=COLOURS.get(name, PACKED_COLOUR))
+        right.text(count + 0.3, at, str(count), va="center", fontsize=9)
     right.set_yticks(range(len(bars)), [label for label, _, _ in reversed(bars)], fontsize=9)
     right.axvline(23, color="black", linewidth=0.8, linestyle=":")
     right.set_title("Facts known, of the full cache's 23", loc="left", fontsize=10)

@@ -51,17 +51,17 @@ def cpp_source() -> str:
 
 def needed() -> list[str]:
     """The kernels' files and all files that they include, in order of names."""
-    found: set[str] = set()
+    files: set[str] = set()
     left = list(KERNELS)
     while left:
         name = left.pop()
-        if name in found:
+        if name in files:
             continue
-        found.add(name)
+        files.add(name)
         for line in (ROOT / "metal" / name).read_text().splitlines():
             if line.startswith('#include "'):
                 left.append(line.split('"')[1])
-    return sorted(found)
+    return sorted(files)
 
 
 def main() -> None:

@@ -95,9 +95,9 @@ def page_of(lines: Sequence[str]) -> str:
 
 def previous() -> str:
     """The release of mlx-lm that the Makefile's tests run besides the newest."""
-    found = re.search(r"^PREVIOUS_MLX_LM := (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert found, "the Makefile names no PREVIOUS_MLX_LM"
-    return found[1]
+    match = re.search(r"^PREVIOUS_MLX_LM := (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert match, "the Makefile names no PREVIOUS_MLX_LM"
+    return match[1]
 
 
 def cells_of(line: str) -> list[str]:

@@ -107,9 +107,9 @@ def compress(out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         document = Path(folder) / "document.txt"
         document.write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[:DOCUMENT], encoding="utf-8")
-        asked = ["--to", "40%", "--room", "6", "--pin-span", "20:24", "--json"]
+        options = ["--to", "40%", "--room", "6", "--pin-span", "20:24", "--json"]
         model = ["--model", EMBEDDED_MODEL]
-        assert cli.main(["compress", str(document), *model, "--out", str(out), *asked]) == 0
+        assert cli.main(["compress", str(document), *model, "--out", str(out), *options]) == 0
 
 
 def continued(file: Path) -> dict[str, Any]:
@@ -123,22 +123,22 @@ def continued(file: Path) -> dict[str, Any]:
     model, tokenizer = mlx_h2o.load(EMBEDDED_MODEL, mx.float32)
     caches = mlx_h2o.load_prompt_cache(file)
     prompt = tokenizer.encode(QUESTION, add_special_tokens=False)
-    said: list[int] = []
+    tokens: list[int] = []
     gap = float("inf")
     with only_reference(), watching() as margins:
-        while len(said) < ANSWER:
-            given = mx.array([[said[-1]] if said else prompt])
-            logits = np.array(model(given, cache=caches)[0, -1])
+        while len(tokens) < ANSWER:
+            inputs = mx.array([[tokens[-1]] if tokens else prompt])
+            logits = np.array(model(inputs, cache=caches)[0, -1])
             second, first = np.sort(logits)[-2:]
             gap = min(gap, float(first - second))
-            said.append(int(logits.argmax()))
+            tokens.append(int(logits.argmax()))
     if gap < LEAST_LOGIT_GAP or min(margins) < LEAST_MARGIN:
         raise ValueError(f"Choices are too close: {gap:.1e} and {min(margins):.1e}.")
-    kept = [
+    positions = [
         [sorted(row) for run in cache.store.runs for row in cache.slots(run).positions[0].tolist()]
         for cache in caches
     ]
-    return {"prompt": prompt, "tokens": said, "kept": kept}
+    return {"prompt": prompt, "tokens": tokens, "kept": positions}
 
 
 def record_compressed() -> None:
@@ -152,10 +152,10 @@ if __name__ == "__main__":
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--compressed", action="store_true", help="a compressed document instead")
     instead.add_argument("--stages", action="store_true", help="shares of slots instead")
-    asked = parser.parse_args()
-    if asked.compressed:
+    arguments = parser.parse_args()
+    if arguments.compressed:
         record_compressed()
-    elif asked.stages:
+    elif arguments.stages:
         lines = ",\n".join(json.dumps(one) for one in stages())
         (FIXTURES / "stages.json").write_text(f"[\n{lines}\n]\n")
     else:

@@ -220,12 +220,12 @@ def conversations() -> Iterator[dict[str, Any]]:
 # -- their launches -------------------------------------------------------------------------------
 
 
-def launcher(found: list[str]) -> Launcher:
-    """A launcher that records launches in `found`."""
+def launcher(lines: list[str]) -> Launcher:
+    """A launcher that records launches in `lines`."""
 
     def make(name: str, header: str, source: str, **options: Any) -> Any:
         def kernel(**launch: Any) -> list[mx.array]:
-            found.append(described(name, header, source, options, launch))
+            lines.append(described(name, header, source, options, launch))
             outputs = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
             return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
@@ -280,10 +280,10 @@ class Operands:
 
 
 def of_attention(call: dict[str, Any]) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     x = Operands(call)
     attention_launches.attend(
-        launcher(found),
+        launcher(lines),
         x.q,
         x.k,
         x.v,
@@ -297,31 +297,31 @@ def of_attention(call: dict[str, Any]) -> list[str]:
         architecture=call["architecture"],
         after=mx.zeros((1, 1), mx.int32) if x.ranges else None,
     )
-    return found
+    return lines
 
 
 def of_prompt(call: dict[str, Any]) -> list[str]:
-    found: list[str] = []
-    x, launch = Operands(call), launcher(found)
+    lines: list[str] = []
+    x, launch = Operands(call), launcher(lines)
     if x.ranges is not None:
         operands = {"scale": x.options["scale"], "mask": x.options["mask"], "ranges": x.ranges}
         lse = prompt_launches.prompt_lse(launch, x.q, x.k, **operands)
         prompt_launches.prompt_mass(launch, x.q, x.k, lse, **operands)
-        return found
+        return lines
     gpu = Gpu(launch, lambda: call["architecture"])
     seed: Seed | None = None
     if call["remainder"]:
         seed = x.remainder.column(x.q, 0.125), x.remainder.mean_value
     for attend in (gpu.attention, gpu.attention_with_scores, gpu.attention_with_mass):
         attend(x.q, x.k, x.v, **x.options, seed=seed)
-        found.append("")
-    return found
+        lines.append("")
+    return lines
 
 
 def of_conversation(call: dict[str, Any]) -> list[str]:
     """For each turn the digest of its launches; all launches of the first step that evicts."""
-    found: list[str] = []
-    gpu = Gpu(launcher(found), lambda: call["architecture"])
+    lines: list[str] = []
+    gpu = Gpu(launcher(lines), lambda: call["architecture"])
     names = ("bits", "k_bits", "v_bits", "recent_bits", "budgets", "remainder", "saturation")
     settings = {name: call[name] for name in names}
     if call["framed"]:
@@ -340,13 +340,13 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
         q, k, v = (mx.zeros((call["batch"], heads, length, D), dtype) for heads, D in rows)
         mask = mask or cache.make_mask(length)
         mx.eval(cache.attend(q, *cache.update_and_fetch(k, v), scale=scale, mask=mask, sinks=sinks))
-        chooses = any("PRIORITY=" in line and "PRIORITY=1" not in line for line in found)
+        chooses = any("PRIORITY=" in line and "PRIORITY=1" not in line for line in lines)
         if chooses and not shown:
             shown = True
-            turns.extend(found)
+            turns.extend(lines)
         else:
-            turns.append(f"{len(found)}:{_digest(chr(10).join(found).encode())}")
-        found.clear()
+            turns.append(f"{len(lines)}:{_digest(chr(10).join(lines).encode())}")
+        lines.clear()
 
     def copied(cache: H2OKVCache) -> H2OKVCache:
         return copy.deepcopy(cache)
@@ -387,9 +387,9 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
 
 def of_probe(_: dict[str, Any]) -> list[str]:
     """Whether kernels write in place, as the one-time probe finds."""
-    found: list[str] = []
-    gpu_decoder.writes_in_place.__wrapped__(launcher(found))
-    return found
+    lines: list[str] = []
+    gpu_decoder.writes_in_place.__wrapped__(launcher(lines))
+    return lines
 
 
 def recorded() -> str:

@@ -50,9 +50,9 @@ def check_versions(root: Path, version: str) -> None:
     """Raise NotReady, with the files, where the sources name another version."""
     others = []
     for name, pattern in VERSIONS.items():
-        found = re.findall(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
-        if found != [version]:
-            others.append(f"{name} says {' and '.join(found) or 'none'}")
+        versions = re.findall(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
+        if versions != [version]:
+            others.append(f"{name} says {' and '.join(versions) or 'none'}")
     if others:
         raise NotReady(f"The tag says {version}; {'; '.join(others)}.")
 

@@ -113,9 +113,9 @@ def records_of(page: Path) -> dict[str, Any]:
 def blocks_of(page: Path) -> Iterator[Block]:
     """A page's blocks, in order."""
     records = records_of(page)
-    for found in BLOCK.finditer(page.read_text()):
-        settings = records.get(found["command"], {}).get("settings", {})
-        yield Block(page, found["command"], settings, found["body"])
+    for match in BLOCK.finditer(page.read_text()):
+        settings = records.get(match["command"], {}).get("settings", {})
+        yield Block(page, match["command"], settings, match["body"])
 
 
 def tables_in(body: str) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ def record_for(block: Block) -> dict[str, Any]:
 
 def write_records(page: Path, records: dict[str, Any]) -> None:
     """Write a page's JSON file: the blocks that the page has, in its order."""
-    order = [found["command"] for found in BLOCK.finditer(page.read_text())]
+    order = [match["command"] for match in BLOCK.finditer(page.read_text())]
     text = json.dumps({c: records[c] for c in order if c in records}, indent=1, ensure_ascii=False)
     record_of(page).write_text(text + "\n")
 

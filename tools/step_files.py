@@ -53,13 +53,13 @@ def _file_of(frame: FrameType) -> Path | None:
 
 def visits(call: Callable[[], object]) -> Visits:
     """The visits of a call."""
-    seen = Visits()
-    sys.setprofile(seen.see)
+    counted = Visits()
+    sys.setprofile(counted.see)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return seen
+    return counted
 
 
 def step(cache: H2OKVCache, length: int, softcap: float = 0.0) -> mx.array:

@@ -23,7 +23,7 @@ REQUIRED = {"Digest", "appendInterpolation", "appendLiteral", "projectedValue"} 
 
 def declarations(lines: list[str]) -> list[tuple[str, int, int]]:
     """Names of public declarations with the first line and the one after the last."""
-    found = []
+    names = []
     for first, line in enumerate(lines):
         if not (match := DECLARED.match(line)):
             continue
@@ -34,8 +34,8 @@ def declarations(lines: list[str]) -> list[tuple[str, int, int]]:
             following = lines[last + 1].strip() if last + 1 < len(lines) else ""
             if depth <= 0 and not following.startswith(("-> ", "where ", "{")):
                 break
-        found.append((match[1], first, last + 1))
-    return found
+        names.append((match[1], first, last + 1))
+    return names
 
 
 def unused() -> dict[str, list[tuple[Path, int, int]]]:
@@ -51,7 +51,7 @@ def unused() -> dict[str, list[tuple[Path, int, int]]]:
         if stand_ins in path.parents:
             for name, first, end in declarations(lines):
                 places.setdefault(name, []).append((path, first, end))
-    found = {}
+    names = {}
     for name, own in places.items():
         word = re.compile(rf"\b{name}\b")
         inside = {(path, i) for path, first, end in own for i in range(first, end)}
@@ -61,17 +61,17 @@ def unused() -> dict[str, list[tuple[Path, int, int]]]:
             for i, line in enumerate(lines)
         )
         if not used and name not in REQUIRED:
-            found[name] = own
-    return found
+            names[name] = own
+    return names
 
 
 def main() -> int:
     """Prints what is unused."""
-    found = unused()
-    for name, own in sorted(found.items()):
+    names = unused()
+    for name, own in sorted(names.items()):
         for path, first, _ in own:
             print(f"{path.relative_to(SWIFT.parent)}:{first + 1}: {name}")
-    return 1 if found else 0
+    return 1 if names else 0
 
 
 if __name__ == "__main__":

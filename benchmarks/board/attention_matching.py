@@ -129,10 +129,12 @@ def compacted(reader: Reader, task: Task, share: float) -> list[Any]:
     asking = [Asking(entry) for entry in full]
     repeat = mx.array([reader.encode(REPEAT)])
     mx.eval(reader.model(mx.concatenate([repeat, tokens], axis=1), cache=asking)[:, -1])
-    given = int(share * plain(reader.model, tokens.shape[1])) // sum(kind.heads for kind in kinds)
+    rows_per_head = int(share * plain(reader.model, tokens.shape[1])) // sum(
+        kind.heads for kind in kinds
+    )
     made = []
     for kind, entry in zip(kinds, asking, strict=True):
-        slots = given // ((kind.widths.key + kind.widths.value + 1) * ELEMENT)
+        slots = rows_per_head // ((kind.widths.key + kind.widths.value + 1) * ELEMENT)
         made.append(_layer(entry, slots, tokens.shape[1]))
     no_progress(tokens.size)
     return made
@@ -145,9 +147,9 @@ def _layer(entry: Asking, slots: int, T: int) -> MatchedCache:
     assert entry.keys is not None
     assert entry.values is not None
     (keys, values) = (np.array(x[0, :, :T]) for x in (entry.keys, entry.values))
-    asked = mx.concatenate(entry.queries, axis=2)[0].astype(mx.float32) * entry.scale
+    reference_queries = mx.concatenate(entry.queries, axis=2)[0].astype(mx.float32) * entry.scale
     H = len(keys)
-    queries = np.array(asked).reshape(H, -1, asked.shape[-1])
+    queries = np.array(reference_queries).reshape(H, -1, reference_queries.shape[-1])
     rows = [matched(queries[h], keys[h], values[h], slots) for h in range(H)]
     layer = MatchedCache()
     k, v, bias = (mx.array(np.stack(part))[None] for part in zip(*rows, strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.board.cells import Cell, Found, Record
+from benchmarks.board.cells import Cell, Outcome, Record
 from benchmarks.board.in_package import full_reading
 from benchmarks.board.rivals import FULL, Rival
 from benchmarks.board.ruler import KINDS
@@ -160,7 +160,9 @@ def measure(
         if ready is None or ready[0].name != cell.task:
             task = named[cell.task].make()
             ready = task, _full(reader, task, record)
-        record.add(cell, {**found(reader, ready[0], rival, cell.share, ready[1]), "commit": at})
+        record.add(
+            cell, {**outcome_of(reader, ready[0], rival, cell.share, ready[1]), "commit": at}
+        )
     return 0
 
 
@@ -168,12 +170,14 @@ def _full(reader: Reader, task: Task, record: Record) -> mx.array:
     """The full cache's logits; its own scores are kept, too."""
     reading = full_reading(reader, task)
     cell = Cell(reader.model_name, task.name, FULL, None)
-    if cell not in record.found:
+    if cell not in record.outcomes:
         record.add(cell, scores_of(task, reading.logits, reading).as_json())
     return reading.logits
 
 
-def found(reader: Reader, task: Task, rival: Rival, share: float | None, full: mx.array) -> Found:
+def outcome_of(
+    reader: Reader, task: Task, rival: Rival, share: float | None, full: mx.array
+) -> Outcome:
     """A cell's scores, or why there are none.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 #: A cell's scores, or {"failed": why}.
-Found = dict[str, Any]
+Outcome = dict[str, Any]
 #: Scores of a cell that are lists of rows, and their digits in the repository.
 BY_TOKEN, DIGITS = ("kl", "changed", "nll"), 7
 
@@ -49,12 +49,12 @@ class Record:
     """
 
     def __init__(
-        self, path: Path, protocol: dict[str, Any], resume: bool, kept: Path | None = None
+        self, path: Path, protocol: dict[str, Any], resume: bool, copy: Path | None = None
     ):
         self.path, self.protocol = path, protocol
-        self.found: dict[Cell, Found] = {}
-        if resume and kept is not None and kept.exists() and self._is_of(kept):
-            self.found |= _cells(kept)
+        self.outcomes: dict[Cell, Outcome] = {}
+        if resume and copy is not None and copy.exists() and self._is_of(copy):
+            self.outcomes |= _cells(copy)
         if not (resume and path.exists()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self._first(), encoding="utf-8")
@@ -63,7 +63,7 @@ class Record:
             raise ValueError(
                 f"{path} has cells of other settings: give another --record, or no --resume."
             )
-        self.found |= _cells(path)
+        self.outcomes |= _cells(path)
 
     def _first(self) -> str:
         return json.dumps({"protocol": self.protocol}) + "\n"
@@ -79,40 +79,40 @@ class Record:
             cell: The cell.
             at: The commit at which it must have been measured; None: any.
         """
-        found = self.found.get(cell, {"failed": "not measured yet"})
-        return "failed" not in found and at in (None, found.get("commit"))
+        outcome = self.outcomes.get(cell, {"failed": "not measured yet"})
+        return "failed" not in outcome and at in (None, outcome.get("commit"))
 
-    def add(self, cell: Cell, found: Found) -> None:
+    def add(self, cell: Cell, outcome: Outcome) -> None:
         """Keep a cell, on disk as well."""
-        self.found[cell] = found
+        self.outcomes[cell] = outcome
         # One write for a line, so that runs of different rivals may share a record.
         with self.path.open("ab", buffering=0) as file:
-            file.write(_line(cell, found).encode())
+            file.write(_line(cell, outcome).encode())
 
     def keep(self, path: Path) -> None:
         """Write all cells as the repository keeps them: in order, with the means of each sample."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        ordered = sorted(self.found, key=lambda cell: (cell.task, cell.rival, cell.share or 0))
-        lines = [_line(cell, by_sample(self.found[cell])) for cell in ordered]
+        ordered = sorted(self.outcomes, key=lambda cell: (cell.task, cell.rival, cell.share or 0))
+        lines = [_line(cell, by_sample(self.outcomes[cell])) for cell in ordered]
         path.write_text("".join([self._first(), *lines]), encoding="utf-8")
 
 
-def by_sample(found: Found) -> Found:
+def by_sample(outcome: Outcome) -> Outcome:
     """A cell's scores with one mean for each sample in the place of its tokens' scores."""
     means = {
-        name: [[round(statistics.fmean(row), DIGITS)] for row in found[name]]
+        name: [[round(statistics.fmean(row), DIGITS)] for row in outcome[name]]
         for name in BY_TOKEN
-        if name in found
+        if name in outcome
     }
-    return {**found, **means}
+    return {**outcome, **means}
 
 
-def _line(cell: Cell, found: Mapping[str, Any]) -> str:
-    return json.dumps({"cell": cell, "found": found}) + "\n"
+def _line(cell: Cell, outcome: Mapping[str, Any]) -> str:
+    return json.dumps({"cell": cell, "found": outcome}) + "\n"
 
 
-def _cells(path: Path) -> dict[Cell, Found]:
-    def each() -> Iterator[tuple[Cell, Found]]:
+def _cells(path: Path) -> dict[Cell, Outcome]:
+    def each() -> Iterator[tuple[Cell, Outcome]]:
         for line in path.read_text(encoding="utf-8").splitlines()[1:]:
             try:
                 one = json.loads(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.board.cells import Cell, Found
+from benchmarks.board.cells import Cell, Outcome
 from benchmarks.board.rivals import OURS, Rival
 from benchmarks.board.summaries import Summary
 from benchmarks.board.tables import summaries
@@ -32,12 +32,12 @@ APART = 1.3
 
 
 def draw(
-    found: Mapping[Cell, Found], models: Sequence[str], rivals: Sequence[Rival], path: Path
+    outcomes: Mapping[Cell, Outcome], models: Sequence[str], rivals: Sequence[Rival], path: Path
 ) -> None:
     """Draw one panel for each model, as SVG or PNG by the path's suffix.
 
     Args:
-        found: All cells.
+        outcomes: All cells.
         models: The models.
         rivals: The rivals; those without figures are left out.
         path: The file to write.
@@ -47,13 +47,13 @@ def draw(
     """
     pyplot = drawing()
     pyplot.rcParams |= {"svg.hashsalt": "mlx-h2o", "savefig.facecolor": "white"}
-    of_texts = {cell.share for cell in found if cell.share and cell.task == TEXTS_TASK}
+    of_texts = {cell.share for cell in outcomes if cell.share and cell.task == TEXTS_TASK}
     shares = sorted(of_texts, reverse=True)
     figure, panels = pyplot.subplots(
         1, len(models), figsize=(6.4 * len(models), 6), squeeze=False, layout="constrained"
     )
     for panel, model in zip(panels[0], models, strict=True):
-        of_model = summaries(found, model, rivals, shares)
+        of_model = summaries(outcomes, model, rivals, shares)
         names = []
         for rival in rivals:
             points = sorted(_points(of_model, rival.name))

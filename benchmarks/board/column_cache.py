@@ -100,8 +100,8 @@ class ColumnCache(Looking):
         queries = call.q.astype(mx.float32).reshape(B, H, -1, D) * call.scale  # [B, H, G L, D]
         logits = queries @ self.keys.swapaxes(-1, -2) + self.bias[:, :, None]
         row = mx.tile(mx.arange(L), Hq // H)[:, None]
-        seen = mx.arange(self.keys.shape[2]) <= before + row
-        logits = mx.where(seen, logits, -mx.inf)
+        visible = mx.arange(self.keys.shape[2]) <= before + row
+        logits = mx.where(visible, logits, -mx.inf)
         gone = self.column(queries)
         if gone is not None:
             logits = mx.concatenate([logits, gone[0][..., None]], axis=-1)
@@ -123,10 +123,10 @@ class ColumnCache(Looking):
             self.keys, self.values, self.bias, self.mass = keys, values, zeros, zeros
             return 0
         before = self.keys.shape[2]
-        held = self.keys, self.values, self.bias, self.mass
+        columns = self.keys, self.values, self.bias, self.mass
         self.keys, self.values, self.bias, self.mass = (
             mx.concatenate([cast(mx.array, old), new], axis=2)
-            for old, new in zip(held, (keys, values, zeros, zeros), strict=True)
+            for old, new in zip(columns, (keys, values, zeros, zeros), strict=True)
         )
         return before
 

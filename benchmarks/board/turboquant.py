@@ -31,13 +31,15 @@ def levels(bits: int) -> mx.array:
     """The 2^bits levels with the least squared error for a standard Gaussian, ascending."""
     x = np.linspace(-6, 6, POINTS)
     weight = np.exp(-0.5 * x * x)
-    found = np.quantile(
+    quantiles = np.quantile(
         np.random.default_rng(0).normal(size=POINTS), (np.arange(2**bits) + 0.5) / 2**bits
     )
     for _ in range(STEPS):
-        nearest = np.searchsorted((found[1:] + found[:-1]) / 2, x)
-        found = np.bincount(nearest, weight * x, 2**bits) / np.bincount(nearest, weight, 2**bits)
-    return mx.array(found.astype(np.float32))
+        nearest = np.searchsorted((quantiles[1:] + quantiles[:-1]) / 2, x)
+        quantiles = np.bincount(nearest, weight * x, 2**bits) / np.bincount(
+            nearest, weight, 2**bits
+        )
+    return mx.array(quantiles.astype(np.float32))
 
 
 @cache
@@ -52,10 +54,10 @@ def rounded(rows: mx.array, bits: int) -> mx.array:
     D = rows.shape[-1]
     lengths = mx.maximum(mx.linalg.norm(rows, axis=-1, keepdims=True), TINY)
     turned = rows / lengths @ rotation(D) * D**0.5
-    known = levels(bits)
-    middles = (known[1:] + known[:-1]) / 2
+    of_bits = levels(bits)
+    middles = (of_bits[1:] + of_bits[:-1]) / 2
     which = (turned[..., None] > middles).sum(axis=-1)
-    result: mx.array = known[which] @ rotation(D).T * (lengths / D**0.5)
+    result: mx.array = of_bits[which] @ rotation(D).T * (lengths / D**0.5)
     return result
 
 

@@ -150,7 +150,7 @@ def test_another_cache_is_some_distance_away(
 
 
 def test_an_answers_tokens_alone_count(reader: Reader) -> None:
-    made = tasks._asked("needles", [[1, 2, 3], [1, 2]], [[4], [4, 4]], [[7, 8], [9]], 0.0)
+    made = tasks._task_of_rows("needles", [[1, 2, 3], [1, 2]], [[4], [4, 4]], [[7, 8], [9]], 0.0)
     assert made.prompts == [[1, 2], [1, 2]]
     assert made.continuations == [[3, 4, 7, 8], [4, 4, 9, 0]]
     assert (made.lengths, made.answers) == ((4, 3), (2, 2))
@@ -205,12 +205,12 @@ def test_moments_are_those_of_all_that_left() -> None:
     expected = (v - v.mean(axis=0)).T @ (k - k.mean(axis=0)) / len(gone)
     np.testing.assert_allclose(np.array(cache.covariance)[0, 0], expected, atol=1e-5)
     # Rows with keys near their mean: to the first order the column is exact.
-    found = cache.column(mx.array([[[[1e-3, 0, 0, 0]]]]))
-    assert found is not None
+    outcomes = cache.column(mx.array([[[[1e-3, 0, 0, 0]]]]))
+    assert outcomes is not None
     weights_ = np.exp(1e-3 * k[:, 0])
     exact = weights_ @ v / weights_.sum()
-    np.testing.assert_allclose(np.array(found[1])[0, 0, 0], exact, atol=1e-5)
-    assert np.array(found[0]).item() == pytest.approx(np.log(weights_.sum()), abs=1e-4)
+    np.testing.assert_allclose(np.array(outcomes[1])[0, 0, 0], exact, atol=1e-5)
+    assert np.array(outcomes[0]).item() == pytest.approx(np.log(weights_.sum()), abs=1e-4)
 
 
 def test_too_few_bytes_for_a_covariance_are_told(reader: Reader, task: tasks.Task) -> None:
@@ -278,19 +278,19 @@ def test_resuming_computes_nothing_twice(reader: Reader, task: tasks.Task, tmp_p
     assert calls == ["a 0.5", "a 0.25", "b 1.0"]
     late = Record(tmp_path / "late.jsonl", how, True)
     assert measure(reader, [planned(task)], rivals, (0.5, 0.25), late, no_progress, until=0) == 5
-    assert late.found == {}
+    assert late.outcomes == {}
     path.write_text(path.read_text() + '{"cell": ["m", "te')  # killed while it wrote
     again = Record(path, how, True)
     measure(reader, [planned(task)], rivals, (0.5, 0.25), again, no_progress)
     assert len(calls) == 3
-    assert len(again.found) == 6  # two of a, b, two that failed, and the full cache's
+    assert len(again.outcomes) == 6  # two of a, b, two that failed, and the full cache's
     # One that failed is tried again.
     rivals[2] = counting("broken", calls)
     measure(reader, [planned(task)], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
     assert calls[3:] == ["broken 0.5", "broken 0.25"]
     with pytest.raises(ValueError, match="cells of other settings"):
         Record(path, how | {"seed": 1}, True)
-    assert Record(path, how, False).found == {}
+    assert Record(path, how, False).outcomes == {}
 
 
 def test_the_repositorys_record_has_samples_means(tmp_path: Path) -> None:
@@ -305,14 +305,14 @@ def test_the_repositorys_record_has_samples_means(tmp_path: Path) -> None:
     assert of_a["cell"] == ["m", "texts", "a", 0.5]
     assert of_a["found"]["kl"] == [[0.6], [0.3]]
     other = Record(tmp_path / "other.jsonl", {"seed": 0}, True, kept)
-    summed = [summed_up(one.found, "m", "a", 0.5) for one in (record, other)]
+    summed = [summed_up(one.outcomes, "m", "a", 0.5) for one in (record, other)]
     assert distance(summed[0], False) == distance(summed[1], False)
     assert summed[1].kl == pytest.approx(0.45)
     other.add(Cell("m", "texts", "a", 0.5), cell_of(0.7))
     again = Record(tmp_path / "other.jsonl", {"seed": 0}, True, kept)
-    assert again.found[Cell("m", "texts", "a", 0.5)] == cell_of(0.7)
-    assert len(again.found) == 3
-    assert Record(tmp_path / "third.jsonl", {"seed": 1}, True, kept).found == {}
+    assert again.outcomes[Cell("m", "texts", "a", 0.5)] == cell_of(0.7)
+    assert len(again.outcomes) == 3
+    assert Record(tmp_path / "third.jsonl", {"seed": 1}, True, kept).outcomes == {}
 
 
 def test_cells_of_other_commits_are_measured_again(
@@ -366,11 +366,11 @@ def test_a_rival_that_does_not_run_is_told(
     rivals = [Rival("broken", "", "", failing), counting(OURS, [])]
     record = Record(tmp_path / "run.jsonl", {}, False)
     measure(reader, [planned(task)], rivals, (0.5,), record, no_progress)
-    (row,) = failures(record.found, [reader.model_name])
+    (row,) = failures(record.outcomes, [reader.model_name])
     assert row == [
         "broken", EMBEDDED_MODEL, "texts 1/2", "RuntimeError: no such / kernel here",
     ]  # fmt: skip
-    (only,) = tables_of(record.found, reader.model_name, rivals, (0.5,), 100, 4)
+    (only,) = tables_of(record.outcomes, reader.model_name, rivals, (0.5,), 100, 4)
     assert "broken" not in only
     assert f"**{OURS}**" in only
 
@@ -466,14 +466,14 @@ def cell_of(kl: float, known: list[bool] | None = None) -> dict[str, object]:
 
 def test_where_we_lose_is_said() -> None:
     rivals = [counting(name, []) for name in (OURS, "better", "worse")]
-    found: dict[Cell, dict[str, object]] = {Cell("m", "texts", FULL, None): cell_of(0.0)}
-    found[Cell("m", "needles", FULL, None)] = cell_of(0.0, [True, True, False])
+    outcomes: dict[Cell, dict[str, object]] = {Cell("m", "texts", FULL, None): cell_of(0.0)}
+    outcomes[Cell("m", "needles", FULL, None)] = cell_of(0.0, [True, True, False])
     kls = {OURS: 0.2, "better": 0.1, "worse": 0.3}
     knows = {OURS: [True, False, False], "better": [False] * 3, "worse": [True] * 3}
     for name in kls:
-        found[Cell("m", "texts", name, 0.25)] = cell_of(kls[name])
-        found[Cell("m", "needles", name, 0.25)] = cell_of(0.0, knows[name])
-    assert lost(found, "m", rivals, (0.25,)) == [
+        outcomes[Cell("m", "texts", name, 0.25)] = cell_of(kls[name])
+        outcomes[Cell("m", "needles", name, 0.25)] = cell_of(0.0, knows[name])
+    assert lost(outcomes, "m", rivals, (0.25,)) == [
         ["better", "m", "1/4", "KL, nats", "0.1333", "0.2667", "yes"],
         ["worse", "m", "1/4", "needles", "2/2", "1/2", "-"],
     ]
@@ -483,20 +483,20 @@ def test_where_we_lose_is_said() -> None:
         assert lost(plays, "m", rivals, (0.25,)) == [
             ["better", "m", "1/4", f"KL of {task}, nats", "0.1333", "0.2667", "yes"],
         ]  # fmt: skip
-    facts = {cell: of for cell, of in found.items() if cell.task == "needles"}
+    facts = {cell: of for cell, of in outcomes.items() if cell.task == "needles"}
     (text,) = tables_of(facts, "m", rivals, (0.25,), 100, 4)
     assert text.splitlines()[0] == "m, 1/4 of the bytes, facts"
     assert text.splitlines()[4:7] == [
         "| worse | 2/2 |", f"| **{OURS}** | 1/2 |", "| better | 0/2 |",
     ]  # fmt: skip
-    worse = summed_up(found, "m", "worse", 0.25)
+    worse = summed_up(outcomes, "m", "worse", 0.25)
     assert worse.over_ours == pytest.approx(0.4 / 3)
     assert worse.facts == {"needles": (2, 2)}
     assert not worse.beats_ours
     for name, peak in ((FULL, 2 << 20), (OURS, 3 << 19)):
         share = None if name == FULL else 0.25
-        found[Cell("m", "memory", name, share)] = {**cell_of(0.0), "peak": peak}
-    (text,) = tables_of(found, "m", rivals, (0.25,), 100, 4)
+        outcomes[Cell("m", "memory", name, share)] = {**cell_of(0.0), "peak": peak}
+    (text,) = tables_of(outcomes, "m", rivals, (0.25,), 100, 4)
     lines = text.splitlines()
     given = "m, 1/4 of the bytes, 3 samples of texts"
     assert lines[0] == f"{given}; the full cache's peak is 2.0 MiB"

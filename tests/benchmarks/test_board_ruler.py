@@ -98,8 +98,8 @@ def test_sentences_end_at_full_stops() -> None:
 def test_a_questions_words_are_no_answer() -> None:
     sample = ruler._split("A text.\nWhat is a?\nWhat is b?", "\nWhat ", " It is ", ["7", "8"], ",")
     assert (sample.text, sample.question) == ("A text.\nWhat is a?", "\nWhat is b? It is")
-    assert sample.said == [(" 7", True), (",", False), (" 8", True)]
-    assert Sample("", "", ("7", "8"), "").said == [(" 7", True), (" 8", True)]
+    assert sample.pieces == [(" 7", True), (",", False), (" 8", True)]
+    assert Sample("", "", ("7", "8"), "").pieces == [(" 7", True), (" 8", True)]
     with pytest.raises(ValueError, match="too few units"):
         ruler._split("no question", "\nWhat ", "", ["7"], ",")
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import memory
 from benchmarks.memory import ARMS, batch, conversation
-from benchmarks.weighing import LOOSE, MIB, Held, Scale, parser
+from benchmarks.weighing import LOOSE, MIB, Scale, Weight, parser
 
 ARGS = parser().parse_args(["--tokens", "320", "--slots", "128", "--chunk", "64"])
 
@@ -38,4 +38,4 @@ def test_a_copy_is_found():
     assert held.is_too_much
     assert not replace(held, told=11 * MIB).is_too_much
     assert not replace(held, caches="KVCache").is_too_much
-    assert Held(**vars(held)).cells[:5] == ["mlx-h2o", "a copy", "10.0", "11.0", "1.100"]
+    assert Weight(**vars(held)).cells[:5] == ["mlx-h2o", "a copy", "10.0", "11.0", "1.100"]

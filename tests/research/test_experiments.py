@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_h2o.loading.load import EMBEDDED_MODEL, MODELS, SAMPLE_TEXT
-from research.returning import Asked, those_known
+from research.returning import Question, those_known
 
 ROOT = Path(__file__).parents[2]
 TEXT = str(SAMPLE_TEXT)
@@ -77,9 +77,9 @@ def test_no_experiment_is_left_out():
 
 
 def test_answers_that_the_full_cache_does_not_give_are_not_asked_for():
-    one = Asked([1], [2], [([3], True), ([4], False), ([5], True)])
-    other = Asked([6], [7], [([8], True)])
+    one = Question([1], [2], [([3], True), ([4], False), ([5], True)])
+    other = Question([6], [7], [([8], True)])
     (kept,) = those_known([one, other], [0.0, 1.0, 0.0])
     assert kept.text == [1]
     # What stands between the answers is read all the same.
-    assert kept.said == [([3], False), ([4], False), ([5], True)]
+    assert kept.pieces == [([3], False), ([4], False), ([5], True)]
