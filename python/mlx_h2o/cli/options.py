@@ -102,7 +102,7 @@ def add_cache_options(
     _add_spill_option(group)
 
 
-def add_reading_option(parser: argparse.ArgumentParser) -> None:
+def add_reading_option(parser: argparse._ActionsContainer) -> None:
     """Add the option of how long prompts are read."""
     parser.add_argument(
         "--reading", choices=READINGS, default="once",

@@ -16,6 +16,7 @@ from mlx_h2o._files import require_folder
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
+    add_reading_option,
     cache_options,
     cache_settings,
     memory,
@@ -83,6 +84,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     _add_access_options(server)
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE, many=True)
+    add_reading_option(server)
     server.add_argument(
         "--pin-role", action="append", default=[], metavar="ROLE",
         help="never evict what this role says, such as system, where a request names no pins",
@@ -171,6 +173,7 @@ def settings_of(args: argparse.Namespace) -> Any:
         sessions=args.sessions,
         limits=Limits(args.sessions_memory or DEFAULT_BYTES, args.sessions_days or DEFAULT_DAYS),
         long_prompts=args.long_prompts,
+        reading=args.reading,
     )
     key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):

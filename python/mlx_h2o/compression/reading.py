@@ -10,8 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o._progress import Progress, no_progress
+from mlx_h2o.budgets.cost import bytes_by_stage
 from mlx_h2o.caches.conversation import bounded_members
-from mlx_h2o.compression.twice import CHUNK, Reading, read_twice, require_readable
+from mlx_h2o.compression.twice import CHUNK, REPEAT, Reading, read_twice, require_readable
+from mlx_h2o.hosts.layer_probe import layer_kinds
+from mlx_h2o.layer.value_fit import MOST_QUERIES
 
 #: "twice" reads what does not fit the memory twice, "auto" if that takes no more than `SECONDS`.
 Readings = Literal["auto", "once", "twice"]
@@ -24,6 +27,8 @@ SECONDS = 60.0
 #: Tokens at the end of a prompt that are read once: the question, and what an answer goes on from.
 #: Every head has room for them.
 NEWEST = 16
+#: Bytes of the greatest weight that a row received.
+WORTH = 4
 #: The readings of "twice"; those of "auto" stop after SECONDS.
 TWICE = Reading(room=NEWEST, within=True)
 
@@ -86,16 +91,54 @@ def two_readings(
     length = len(tokens)
     if how == "once" or not exceeds_slots(cache, length):
         return None
-    if how == "auto":
-        if length > LONGEST:
-            return None
-        try:
-            require_readable(model, cache, length, TWICE)
-        except ValueError:
-            return None
+    if how == "auto" and length > LONGEST:
+        return None
+    try:
+        require_readable(model, cache, length, TWICE)
+    except ValueError:
+        if how == "twice":
+            raise
+        return None
     reading = replace(TWICE, chunk=chunk, seconds=SECONDS if how == "auto" else None)
     ids = mx.array([list(tokens)])
     return TwoReadings(length, read_twice(model, tokenizer, ids, cache, reading))
+
+
+def most_of_two_readings(
+    model: nn.Module,
+    tokenizer: Any,
+    cache: Sequence[Any],
+    length: int,
+    begun: bool,
+    chunk: int = CHUNK,
+) -> int:
+    """The most bytes, between two chunks, of bounded caches while new tokens are read twice.
+
+    Those of the rows, of the weight that each received, and of the queries by which values are
+    fitted.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        cache: Empty caches, which know their shares.
+        length: The new tokens.
+        begun: Whether the caches will hold tokens from before.
+        chunk: Tokens that go through the model at once.
+    """
+    group = max((kind.group for kind in layer_kinds(model)), default=1)
+    every = -(-length * group // MOST_QUERIES)
+    seen = min(chunk, length) + len(tokenizer.encode(REPEAT, add_special_tokens=False))
+    queries = -(-length // chunk) * -(-seen // every) * group
+    most = 0
+    for entry in bounded_members(cache):
+        if entry.share is None:
+            continue
+        older = entry.budgets or () if begun else (0,) * entry.share.heads
+        rows = [slots + length + NEWEST for slots in older]
+        widths = entry.share.widths
+        most += bytes_by_stage(entry.resized_settings(rows), widths)[-1]
+        most += WORTH * sum(rows) + queries * len(rows) * widths.key * widths.key_size
+    return most
 
 
 def read_prompt(

@@ -96,6 +96,10 @@ class Ledger:
         """Reserve bytes for one answer; idle conversations must make room before it runs."""
         self._reserved[owner] = need
 
+    def reserved_by(self, owner: Hashable) -> int:
+        """The bytes that are reserved for an answer."""
+        return self._reserved.get(owner, 0)
+
     def release(self, owner: Hashable, seconds: float | None = None) -> None:
         """Free an answer's bytes; repeating it changes nothing.
 

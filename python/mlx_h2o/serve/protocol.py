@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.compression.reading import Readings
 from mlx_h2o.serve.errors import ApiError
 
 #: The field of a request's own cache settings.
@@ -228,6 +229,7 @@ class Generation(BaseModel):
     stop: Stop | Literal[""] | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     response_format: ResponseFormat | None = None
     mlx_h2o: dict[str, Any] | None = None
+    reading: Readings | None = None
     # Accepted without effect.
     user: Any = None
     metadata: Any = None

@@ -52,7 +52,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Progress:
-    """The tokens of a prompt that were read, and all of them."""
+    """The tokens of a prompt that were read, and all of them; some are read twice."""
 
     read: int
     whole: int
@@ -85,11 +85,13 @@ class Ended:
     Attributes:
         reason: OpenAI's name of the reason: "stop", "length" or "tool_calls".
         tokens: The number of generated tokens.
+        twice: The number of the prompt's tokens that were read twice.
         file: The file that holds the conversation now, or None.
     """
 
     reason: str
     tokens: int
+    twice: int = 0
     file: Path | None = None
 
 

@@ -164,13 +164,16 @@ def _thoughts(text: str) -> dict[str, str]:
 
 def usage_of(choices: list[Choice]) -> dict[str, Any]:
     """Tokens of a request; its prompt counts once."""
-    begun = choices[0].begun or Begun(0, 0)
+    begun, ended = choices[0].begun or Begun(0, 0), choices[0].ended
     generated = sum(choice.ended.tokens for choice in choices if choice.ended)
     return {
         "prompt_tokens": begun.prompt,
         "completion_tokens": generated,
         "total_tokens": begun.prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": begun.known},
+        "prompt_tokens_details": {
+            "cached_tokens": begun.known,
+            "twice_read_tokens": ended.twice if ended else 0,
+        },
     }
 
 

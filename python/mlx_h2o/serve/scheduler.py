@@ -25,10 +25,12 @@ import mlx.core as mx
 from mlx_h2o._byte_size import Share
 from mlx_h2o.caches.conversation import bounded_members, pin
 from mlx_h2o.caches.describe import describe
+from mlx_h2o.compression.reading import TWICE, Readings, TwoReadings
+from mlx_h2o.compression.twice import require_readable
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.models.trained_length import past_training
-from mlx_h2o.serve import ranks
+from mlx_h2o.serve import ranks, reading
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.batch import Batch
 from mlx_h2o.serve.conversations import Conversations, can_trim
@@ -42,7 +44,7 @@ from mlx_h2o.serve.models import Models, machine_bytes
 from mlx_h2o.serve.pins import NO_PINS, PinRequest
 from mlx_h2o.serve.prompt import Prompt
 from mlx_h2o.serve.protocol import MAX_TOKENS, Body, Chat
-from mlx_h2o.serve.request import Begun, Ended, Progress, Request
+from mlx_h2o.serve.request import Begun, Ended, Request
 from mlx_h2o.serve.sampling import Sampler, check_for_model
 from mlx_h2o.serve.sequence import Sequence, evicted
 from mlx_h2o.serve.sessions import Limits, Sessions, Turn
@@ -79,6 +81,7 @@ class EngineSettings:
         sessions: The folder of saved conversations, or None.
         limits: The bounds of that folder.
         long_prompts: Whether prompts longer than those of training are served.
+        reading: How a prompt is read whose request does not say (`compression/reading.py`).
     """
 
     models: tuple[str, ...]
@@ -93,6 +96,7 @@ class EngineSettings:
     sessions: Path | None = None
     limits: Limits = field(default_factory=Limits)
     long_prompts: bool = False
+    reading: Readings = "once"
 
 
 class Scheduler:
@@ -229,7 +233,10 @@ class Scheduler:
             self.ledger.bound = bound
             self.models.reserve(bound)
         served.bound = self.ledger.bound
-        memory = describe(served.plan(settings.defaults).empty).memory
+        empty = served.plan(settings.defaults).empty
+        if settings.reading == "twice":
+            require_readable(served.model, empty, 1, TWICE)
+        memory = describe(empty).memory
         if ranks.rank() == 0:
             of = f" of {name}" if len(settings.models) > 1 else ""
             print(f"  a conversation{of}: {memory}", file=sys.stderr, flush=True)
@@ -336,14 +343,9 @@ class Scheduler:
         if ranks.any_failed(error is not None) and error is None:
             error = ValueError("Another process has no room for its heads' part: ask for more.")
         if error is None:
-            need = sum(one.plan.need for one in group)
+            error = self._exceeds_bound(group)
             full = sum(map(len, self._waiting)) + len(group) > self.settings.queue
-            if self.ledger.bound is not None and need > self.ledger.bound:
-                error = ValueError(
-                    f"n={len(group)} answers may take {need:,} bytes, and the server holds "
-                    f"{self.ledger.bound:,} in all: ask for fewer."
-                )
-            elif full and (self._waiting or not self._has_room(group)):
+            if error is None and full and (self._waiting or not self._has_room(group)):
                 error = self._full()
         if error is not None:
             request.deliver(0, as_api_error(error))
@@ -367,7 +369,10 @@ class Scheduler:
         grammar = grammar_of(body, served.tokenizer)
         prompt = Prompt.of(served.tokenizer, body)
         self._check_length(prompt, plan, served.trained)
-        mark, empty = self._spell(prompt, request, plan, served.fingerprint)
+        how = body.reading or self.settings.reading
+        how = reading.supported(how, served.model, plan.empty, prompt)
+        label = plan.label if how == "once" else f"{plan.label} {how}"
+        mark, empty = self._spell(prompt, request, plan.empty, Mark(label, (), served.fingerprint))
         limit = self._limit(body, len(prompt.tokens), served.trained)
         sequences = []
         for index in range(request.count):
@@ -378,7 +383,9 @@ class Scheduler:
             sampler = Sampler.of(body, request.seeds[index], processors)
             text = AnswerText(served.tokenizer, request, prompt.tokens, prompt.state)
             sequences.append(
-                Sequence(request, index, served, prompt, plan, mark, empty, sampler, text, limit)
+                Sequence(
+                    request, index, served, prompt, plan, mark, empty, sampler, text, limit, how
+                )
             )
         return sequences
 
@@ -403,7 +410,7 @@ class Scheduler:
         return trained - prompt if trained > prompt else MAX_TOKENS
 
     def _spell(
-        self, prompt: Prompt, request: Request, plan: CachePlan, model: str
+        self, prompt: Prompt, request: Request, unpinned: list[Any], mark: Mark
     ) -> tuple[Mark, list[Any]]:
         """Give a prompt the tokens of the conversation that it goes on from; its mark and caches.
 
@@ -412,7 +419,7 @@ class Scheduler:
         tokenized.
         """
         spellings: list[tuple[list[int], tuple[str, int] | None]] = [(prompt.tokens, None)]
-        for count, key in self.conversations.spellings(model, prompt.text):
+        for count, key in self.conversations.spellings(mark.model, prompt.text):
             tokens = prompt.spelled_from(count, tokens_of(key))
             if tokens and all(tokens != other for other, _ in spellings):
                 spellings.append((tokens, (prompt.text[:count], token_count(key))))
@@ -421,36 +428,68 @@ class Scheduler:
         for tokens, spelling in spellings:
             try:
                 pins = request.pins.in_prompt(prompt.tokenizer, tokens, prompt.messages)
-                empty = with_pins(plan.empty, pins)
+                empty = with_pins(unpinned, pins)
             except ValueError as raised:
                 error = error or raised
                 continue
-            mark = Mark(plan.label, pins, model)
-            known = self.conversations.known(Place(mark, key_of(tokens)))
+            own = replace(mark, pins=pins)
+            known = self.conversations.known(Place(own, key_of(tokens)))
             if known > most:
-                best, most = (mark, empty), known
+                best, most = (own, empty), known
                 prompt.tokens, prompt.spelling = tokens, spelling
         if best is None:
             assert error is not None
             raise error
         return best
 
+    def _need(self, one: Sequence) -> int:
+        """The most bytes of an answer, also while its prompt is read; others copy its caches."""
+        bound = self.ledger.bound
+        if one.reading == "once" or one.index or bound is None:
+            return one.plan.need
+        known = len(one.tokens) if one.cache else self.conversations.known(self._wanted(one))
+        need = reading.most_while_read(one, known)
+        return one.plan.need if one.reading == "auto" and need > bound else need
+
+    def _exceeds_bound(self, group: list[Sequence]) -> ApiError | None:
+        """Why a request can never run, if it cannot."""
+        bound, need = self.ledger.bound, sum(map(self._need, group))
+        if bound is None or need <= bound:
+            return None
+        doing, instead = f"n={len(group)} answers", "ask for fewer"
+        if need > sum(one.plan.need for one in group):
+            doing, instead = "While its prompt is read twice this request", "ask to read it once"
+        return ApiError(
+            400,
+            f"{doing} may take {need:,} bytes, and the server holds {bound:,} in all: {instead}.",
+        )
+
     def _has_room(self, group: list[Sequence]) -> bool:
         running = len(self._reading) + sum(map(len, self._batches))
-        need = sum(one.plan.need for one in group)
+        need = sum(map(self._need, group))
         return running + len(group) <= MAX_BATCH and self.ledger.has_room(need)
 
     def _admit(self) -> None:
         """Let in the requests whose bytes are free, first come, first served."""
-        while self._waiting and self._has_room(self._waiting[0]):
-            group = self._waiting.popleft()
+        while self._waiting:
+            group = self._waiting[0]
+            # The conversation that it would have gone on from may have gone.
+            if (error := self._exceeds_bound(group)) is not None:
+                self._end(group[0], error)
+                continue
+            if not self._has_room(group):
+                return
+            self._waiting.popleft()
             for one in group:
-                self.ledger.reserve(one, one.plan.need)
+                self.ledger.reserve(one, self._need(one))
                 one.admitted = time.monotonic()
+            self._reading += group
+            if group[0].reading != "once":
+                # What a second reading takes follows from these caches, so they must stay.
+                self._attempt(self._open, group[0])
             waited = one.admitted - one.request.arrival
             self.metrics.observe("queue_seconds", waited)
             self.conversations.make_room()
-            self._reading += group
 
     # -- prompts ----------------------------------------------------------------------------------
 
@@ -471,7 +510,7 @@ class Scheduler:
 
     def _left_to_read(self, one: Sequence) -> int:
         known = 0 if one.cache is not None else self.conversations.known(self._wanted(one))
-        return one.left - known
+        return one.unread - known
 
     def _wanted(self, one: Sequence) -> Place:
         return Place(one.mark, key_of(one.prompt.tokens))
@@ -481,24 +520,33 @@ class Scheduler:
         one = self._next_prompt()
         if one is None:
             return
-        try:
-            if one.cache is None:
-                self._open(one)
-            self._read_chunk(one)
-        except Exception as error:
-            logging.exception("A prompt cannot be read")
-            self._note_failure(error)
-            self._end(one, step_failed(error))
+        if one.cache is None:
+            self._attempt(self._open, one)
+        if not one.over:
+            self._attempt(self._read_chunk, one)
+        if one.over:
             return
         if one.left == 1:
             copies = [other for other in self._reading if other.request is one.request]
             for other in copies:
                 self._reading.remove(other)
+                self.ledger.reserve(other, other.plan.need)
                 if other is not one:  # all answers go on from the same caches
                     self._begin_at(other, copy.deepcopy(one.cache or []), len(one.tokens))
             for other in copies:
                 self._start(other)
         self._weigh()
+
+    def _attempt(self, do: Callable[[Sequence], None], one: Sequence) -> None:
+        """Read for a sequence, which ends if that fails."""
+        try:
+            do(one)
+        except ApiError as error:
+            self._end(one, error)
+        except Exception as error:
+            logging.exception("A prompt cannot be read")
+            self._note_failure(error)
+            self._end(one, step_failed(error))
 
     def _open(self, one: Sequence) -> None:
         cache, known = self.conversations.take(self._wanted(one), one.empty)
@@ -515,19 +563,58 @@ class Scheduler:
             one.deliver(Begun(len(one.prompt.tokens), known))
 
     def _read_chunk(self, one: Sequence) -> None:
-        chunk = one.next_chunk(one.served.chunk)
-        if chunk:
-            assert one.cache is not None
+        assert one.cache is not None
+        one.readings = one.readings or self._begin_twice(one)
+        if (readings := one.readings) is not None:
+            before = readings.done
+            if not readings.step():
+                one.tokens = one.prompt.tokens[: len(one.tokens) + readings.count]
+                one.twice += readings.count if readings.is_twice else 0
+                one.readings = None
+            count = readings.done - before
+        elif chunk := one.next_chunk(one.served.chunk):
             one.served.model(mx.array([chunk]), cache=one.cache)
+            one.tokens += chunk
+            count = len(chunk)
+        else:
+            count = 0
+        if count or readings is not None:
             mx.eval([entry.state for entry in one.cache])
             mx.clear_cache()
-            one.tokens += chunk
-            self.metrics.count("prompt_tokens", len(chunk))
-            one.deliver(Progress(len(one.tokens), len(one.prompt.tokens)))
             self.works = True
+        if count:
+            self.metrics.count("prompt_tokens", count)
+            one.deliver(one.progress)
         copied = one.snapshot()
         if copied is not None:
             self.conversations.keep(one.place, *copied)
+
+    def _begin_twice(self, one: Sequence) -> TwoReadings | None:
+        """Two readings of the part of a prompt that begins now, or None where it needs one.
+
+        Raises:
+            ApiError: The caches can read no prompt twice, or the conversation that it was to go on
+                from is lost, and there is no room for the rows of all.
+        """
+        try:
+            readings = reading.begin(one)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        if readings is None:
+            return None
+        most = reading.most_while_read(one, len(one.tokens))
+        more = most - self.ledger.reserved_by(one)
+        if more > 0 and self.ledger.bound is not None:
+            if not self.ledger.has_room(more):
+                if one.reading == "auto":
+                    return None
+                wait = {"Retry-After": str(self.ledger.retry_after)}
+                why = "There is no room now to read the conversation twice: ask again later."
+                raise ApiError(503, why, headers=wait)
+            self.ledger.reserve(one, most)
+            self.conversations.make_room()
+        one.again += readings.count
+        return readings
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -605,7 +692,7 @@ class Scheduler:
         one.over = True
         self.ledger.release(one, seconds)
         file = self._keep(one, cache)
-        one.deliver(Ended(shown, len(one.generated), file))
+        one.deliver(Ended(shown, len(one.generated), one.twice, file))
 
     def _keep(self, one: Sequence, cache: list[Any]) -> Path | None:
         """Keep the caches of a complete answer; the file that its conversation is in, or None.

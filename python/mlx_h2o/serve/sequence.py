@@ -11,11 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.caches.conversation import bounded_members
+from mlx_h2o.compression.reading import Readings, TwoReadings
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.keys import Mark, Place, key_of
 from mlx_h2o.serve.model import CachePlan, ServedModel
 from mlx_h2o.serve.prompt import Prompt
-from mlx_h2o.serve.request import Event, Request, TokenLogprob
+from mlx_h2o.serve.request import Event, Progress, Request, TokenLogprob
 from mlx_h2o.serve.sampling import Sampler, finite, likeliest
 
 
@@ -34,10 +35,14 @@ class Sequence:
         sampler: Draws its tokens.
         text: The answer's text.
         limit: The most tokens that it generates.
+        reading: How the prompt is read.
         admitted: The time of its admission (`time.monotonic`); 0 while it waits.
         cache: Its caches while it does not share a batch; None before its prompt is read.
         tokens: The tokens that its caches have read.
         known: The number of those that earlier requests had read.
+        readings: The part of the prompt that is being read twice, or None.
+        again: The number of the prompt's tokens that are read a second time.
+        twice: The number of those that were.
         generated: The tokens that it generated.
         drawn: The number of tokens drawn; one more than generated, once it runs.
         replay: Tokens that are drawn again as they were, when it is computed again.
@@ -56,10 +61,14 @@ class Sequence:
     sampler: Sampler
     text: AnswerText
     limit: int
+    reading: Readings = "once"
     admitted: float = 0.0
     cache: list[Any] | None = None
     tokens: list[int] = field(default_factory=list)
     known: int = 0
+    readings: TwoReadings | None = None
+    again: int = 0
+    twice: int = 0
     generated: list[int] = field(default_factory=list)
     drawn: int = 0
     replay: list[int] = field(default_factory=list)
@@ -76,6 +85,17 @@ class Sequence:
     def left(self) -> int:
         """The number of the prompt's tokens that are still to be read."""
         return max(len(self.prompt.tokens) - len(self.tokens), 0)
+
+    @property
+    def unread(self) -> int:
+        """The number of the prompt's tokens that are still to be read, both times."""
+        return self.left + (self.readings.count - self.readings.done if self.readings else 0)
+
+    @property
+    def progress(self) -> Progress:
+        """The prompt's tokens as they are read; those that are read twice count twice."""
+        whole = len(self.prompt.tokens) + self.again
+        return Progress(whole - self.unread, whole)
 
     @property
     def place(self) -> Place:
@@ -116,6 +136,7 @@ class Sequence:
         self.replay, self.generated = self.replay[len(self.generated) :], self.generated
         self.replay = [*self.generated, *self.replay]
         self.generated, self.drawn, self.cache, self.tokens = [], 0, None, []
+        self.readings, self.again, self.twice = None, 0, 0
         self.suspect = True
 
     # -- the answer -------------------------------------------------------------------------------
