@@ -133,6 +133,8 @@ def keep_best(layer: Layer, settings: CacheSettings, worths: Sequence[mx.array],
     layer.keep(best)
     # Heads whose rows are now as many form one run.
     layer.regroup(settings, settings.budgets)
+    # A long prompt had a range for all of its rows.
+    layer.store.leave_range()
     choose_victims(layer)
 
 

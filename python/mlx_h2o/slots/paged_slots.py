@@ -62,9 +62,7 @@ class PagedSlotStore(SlotStore):
             slots: The slots that each head needs, without the reserved ones.
         """
         slots += self.reserved
-        keys = like["keys"]
-        row = keys.itemsize * math.prod(keys.shape[3:])
-        if not self._tries_range or slots * row < reserved_range.FEWEST_BYTES:
+        if not self._tries_range or not pays(like, slots):
             return False
         if self.heads * slots > reserved_range.MOST_SLOTS:
             return False
@@ -149,6 +147,14 @@ class PagedSlotStore(SlotStore):
             return
         super().regroup(budgets)
 
+    def leave_range(self) -> None:
+        """Copy the rows out of a range that does not pay for the present budgets."""
+        rows = [self.views(run) for run in self.runs]
+        slots = self.reserved + max(run.budget for run in self.runs)
+        if self._stride and not pays(rows[0], slots):
+            self._stride = 0
+            super().replace(rows)
+
     def write(self, name: str, parts: Sequence[mx.array]) -> None:
         """Replace a field's slots in use; `parts` has `[B, heads, length, ...]` for each run."""
         if not self._stride:
@@ -164,3 +170,10 @@ class PagedSlotStore(SlotStore):
         vars(self).update(state)
         if self._stride and any(reserved_range.is_elsewhere(f) for f in self.fields.values()):
             self._stride, self._tries_range = 0, False
+
+
+def pays(like: Fields, slots: int) -> bool:
+    """Whether a range pays for so many slots of each head, with rows as these."""
+    keys = like["keys"]
+    row: int = keys.itemsize * math.prod(keys.shape[3:])
+    return slots * row >= reserved_range.FEWEST_BYTES

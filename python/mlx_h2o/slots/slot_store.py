@@ -341,6 +341,9 @@ class SlotStore:
         for run, length in zip(self.runs, lengths, strict=True):
             run.length = length
 
+    def leave_range(self) -> None:
+        """Copy the rows out of a reserved range that does not pay; here there is none."""
+
     def regroup(self, budgets: Sequence[int]) -> None:
         """Give the heads new budgets and form new runs; a run may then exceed its budget."""
         if not self.fields:
