@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from model_coverage import BOUNDED, PARTLY, REFUSED, SMALL, model_names  # noqa: E402
 from model_matrix import COLUMNS, LENGTHS, YES, line_of  # noqa: E402
+from model_rows import cells_of, rows_of, table_of  # noqa: E402
 
 PAGE = ROOT / "docs/reference/models.md"
 HEAD = """# Models
@@ -27,7 +28,8 @@ HEAD = """# Models
 Which models of mlx-lm are bounded, layer by layer. Each is run tiny, with random weights, through \
 `make_prompt_cache`. While nothing is evicted its logits must be those of mlx-lm's own caches. Far \
 beyond a budget of {small} tokens its memory must have stopped growing, and its logits must be \
-finite. `python tools/model_table.py` writes this page.
+finite. Models with equal results share a row. \
+`python tools/model_table.py` writes this page.
 
 - **bounded**: every layer whose memory grew is bounded. Sliding windows, chunks and states are \
 of fixed size already, and stay as the model made them.
@@ -90,7 +92,7 @@ def page_of(lines: Sequence[str]) -> str:
         columns=columns,
         rule="---|" * len(columns.split(" | ")),
     )
-    return head + "".join(f"{line}\n" for line in lines)
+    return head + table_of(lines)
 
 
 def previous() -> str:
@@ -100,24 +102,12 @@ def previous() -> str:
     return match[1]
 
 
-def cells_of(line: str) -> list[str]:
-    """The cells of a line of the table, with the model's name first."""
-    return [cell.strip() for cell in line.strip("|\n").split(" | ")]
-
-
-def written() -> dict[str, str]:
-    """The page's lines, by model."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if line.startswith("| ")][1:]
-    return {cells_of(row)[0]: row for row in rows}
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run models; if one fails, print that and leave the page unchanged."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="whose rows are run anew; all if none is named")
     names = parser.parse_args(arguments).models
-    lines = written() if names else {}
+    lines = rows_of(PAGE.read_text(encoding="utf-8")) if names else {}
     failed = []
     for name in names or model_names():
         try:

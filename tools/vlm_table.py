@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from model_coverage import BOUNDED, NOT_RUN, PARTLY, REFUSED, SMALL  # noqa: E402
+from model_rows import rows_of, table_of  # noqa: E402
 from vlm_coverage import FAILS, vlm_line  # noqa: E402
 from vlm_models import vlm_names  # noqa: E402
 
@@ -33,8 +34,8 @@ Which models of mlx-vlm are bounded, layer by layer, as [models](models.md) show
 The language model of a module of `mlx_vlm.models` is run tiny, with random weights, through \
 `make_prompt_cache`: its logits are those of mlx-vlm's own caches while nothing is evicted, and \
 far beyond a budget of {small} tokens its memory has stopped growing. Rows *packed* in 8 bits \
-give logits near those, but for those that are *far off*. What sees images is not run here. A \
-module without a row generates no tokens. `python tools/vlm_table.py` writes this page.
+give logits near those, but for those that are *far off*. What sees images is not run here. Modules \
+with equal results share a row; one without a row generates no tokens. `python tools/vlm_table.py` writes this page.
 
 Written with mlx-vlm {version}. Of the {run} modules {counts}. Of the {growing} among them whose \
 memory was seen to grow, {bounded} are bounded ({percent} %).
@@ -42,13 +43,6 @@ memory was seen to grow, {bounded} are bounded ({percent} %).
 | module | memory | layers | packed |
 |---|---|---|---|
 """
-
-
-def rows_of_page() -> dict[str, str]:
-    """The page's lines, by module."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    rows = [line for line in lines if line.startswith("| ")][1:]
-    return {row.split(" | ")[0].strip("| "): row for row in rows}
 
 
 def page_of(rows: Sequence[str]) -> str:
@@ -65,7 +59,7 @@ def page_of(rows: Sequence[str]) -> str:
         bounded=counts[BOUNDED],
         percent=100 * counts[BOUNDED] // growing,
     )
-    return head + "".join(f"{row}\n" for row in rows)
+    return head + table_of(rows)
 
 
 def line_of(name: str) -> str:
@@ -89,7 +83,7 @@ def line_of(name: str) -> str:
 
 def main(names: Sequence[str]) -> int:
     """Run modules, and write the page."""
-    rows = rows_of_page()
+    rows = rows_of(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
     for name in names or vlm_names():
         rows[name] = line_of(name)
         print(rows[name] or f"{name} generates no tokens", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ import pytest
 from model_configs import OLD_NAMES
 from model_coverage import BOUNDED, NOT_RUN, PARTLY, REFUSED, coverage_model, model_names
 from model_matrix import COLUMNS, NOT_STOCK, YES, is_filled
+from model_rows import cells_of, rows_of
 
 TEXT = (Path(__file__).parents[2] / "docs/reference/models.md").read_text(encoding="utf-8")
 # One of each kind, in every run.
@@ -34,14 +35,8 @@ SAMPLE = {
 }
 
 
-def documented() -> dict[str, list[str]]:
-    """The page's cells by model."""
-    lines = TEXT.splitlines()
-    rows = [line.strip("|").split(" | ") for line in lines if line.startswith("| ")][1:]
-    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows}
-
-
-ROWS = documented()
+#: The page's cells by model.
+ROWS = {name: cells_of(row)[1:] for name, row in rows_of(TEXT).items()}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])

@@ -11,14 +11,11 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed here")
 
 from model_coverage import BOUNDED, PARTLY, REFUSED
+from model_rows import rows_of
 from vlm_coverage import FAILS, vlm_line
 
 TEXT = (Path(__file__).parents[2] / "docs/reference/vision-models.md").read_text(encoding="utf-8")
-ROWS = {
-    line.split(" | ")[0].strip("| "): line
-    for line in TEXT.splitlines()
-    if line.startswith("| ") and not line.startswith("| module")
-}
+ROWS = rows_of(TEXT)
 # One of each kind, in every run.
 SAMPLE = {
     "qwen2_vl": "M-RoPE",
