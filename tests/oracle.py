@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_h2o import Policy
 
-# docs/how-it-works/index.md, "Parts of a layer": the remainder's t.
+# The remainder's t ("Remainder" in docs/how-it-works/index.md).
 SATURATION = 4.0
 # docs/reference/policies.md, `distinct`: fewer evicted keys have no mean worth measuring from.
 FEWEST_FOR_A_MEAN = 16
