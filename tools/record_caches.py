@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,6 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import mlx_h2o
-from golden.margins import LEAST_MARGIN, watching
-from golden.model import LEAST_LOGIT_GAP
 from mlx_h2o import cli
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.budgets.plan import stages_of_profile
@@ -37,6 +36,11 @@ from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.slots.key_scaling import Frame
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from golden.margins import LEAST_MARGIN, watching  # noqa: E402
+from golden.model import LEAST_LOGIT_GAP  # noqa: E402
+
 FIXTURES = ROOT / "swift/Tests/MLXH2OTests/Fixtures"
 # Profiles, with slots per head for each: from very few to more than a calibration's length.
 PROFILES = {

@@ -108,14 +108,12 @@ def test_frames_are_of_the_next_context_up_or_the_longest():
         assert frames_for(frames, context) is frames[serves]
 
 
-def test_expected_losses_add_up():
+def test_packing_adds_its_loss():
     made = profile()
-    all_slots = [[96, 96], [96]]
-    assert made.expected_loss(all_slots) == 0
-    assert made.expected_loss(all_slots, 4) == pytest.approx(made.measured.packing[4].sum())
-    assert made.expected_loss([[12, 96], [96]]) == pytest.approx(made.losses[0][0][0])
+    dense = made.loss_of(96, 12, None, 96)
+    assert made.loss_of(96, 12, 4, 96) == pytest.approx(dense + made.measured.packing[4].sum())
     with pytest.raises(ValueError, match="3 bits"):
-        made.expected_loss(all_slots, 3)
+        made.loss_of(96, 12, 3, 96)
 
 
 def test_version_1_has_no_frames_and_the_usual_saturation(tmp_path):

@@ -13,7 +13,6 @@ from mlx_h2o._byte_size import Share, memory_size
 from mlx_h2o.budgets.cost import (
     LayerShare,
     RowWidths,
-    bytes_for_slots,
     slots_for_bytes,
 )
 from mlx_h2o.budgets.plan import NEGLIGIBLE, Plan
@@ -166,7 +165,7 @@ def test_a_model_s_bytes_are_used_up(beside, keys, given):
 
     def bytes_of(slots):
         return sum(
-            bytes_for_slots(n, share.heads, share.widths, policy, True)
+            share.heads * share.widths.cost(policy, True).of(n)
             for n, share in zip(slots, shares, strict=True)
         )
 
@@ -181,7 +180,7 @@ def test_a_model_s_bytes_are_used_up(beside, keys, given):
         assert bytes_of([n + 1 for n in slots]) > given
     else:
         for n, share in zip(slots, shares, strict=True):
-            assert bytes_for_slots(n + 1, 2, share.widths, policy, True) > given // 3
+            assert 2 * share.widths.cost(policy, True).of(n + 1) > given // 3
 
 
 def test_credits_of_returned_rows_have_room():
@@ -189,8 +188,8 @@ def test_credits_of_returned_rows_have_room():
     policy = make_policy("salient")
     widths = RowWidths(64, 64, 2, 2)
     for slots, rows in ((200, 32), (20, 32), (200, 0)):
-        more = bytes_for_slots(slots, 3, replace(widths, returning=rows), policy, True)
-        assert more - bytes_for_slots(slots, 3, widths, policy, True) == 3 * 8 * min(slots, rows)
+        more = 3 * replace(widths, returning=rows).cost(policy, True).of(slots)
+        assert more - 3 * widths.cost(policy, True).of(slots) == 3 * 8 * min(slots, rows)
         assert slots_for_bytes(more, 3, replace(widths, returning=rows), policy, True) == slots
 
 

@@ -14,6 +14,7 @@ from mlx_lm import stream_generate
 import mlx_h2o
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.cli import generate, main
+from mlx_h2o.compression import reading
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata
 from mlx_h2o.loading.load import SAMPLE_TEXT
 
@@ -187,7 +188,7 @@ def test_interruption_leaves_no_half_written_file(
         yield from (response for _, response in zip(range(3), responses, strict=False))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "stream_generate", stopped)
+    monkeypatch.setattr(reading, "stream_generate", stopped)
     assert main(options) == 130
     assert capsys.readouterr().err.endswith("stopped\n")
     assert [path.name for path in tmp_path.iterdir()] == [file.name]

@@ -19,7 +19,7 @@ from mlx_h2o import (
     resize,
     save_prompt_cache,
 )
-from mlx_h2o.budgets.cost import LayerShare, RowWidths, bytes_for_slots
+from mlx_h2o.budgets.cost import LayerShare, RowWidths
 from mlx_h2o.budgets.plan import Plan
 from mlx_h2o.budgets.profile import Measured
 from mlx_h2o.caches.base import BoundedKVCache
@@ -224,7 +224,7 @@ def test_every_head_keeps_its_part_of_the_whole(layers, mean, remembers):
         parts = [count * total / sum(before) for count in before]
         assert all(abs(got - part) < 2 for got, part in zip(slots, parts, strict=True))
     # In bytes the same, and no slot more would fit.
-    every = sum(bytes_for_slots(count, 1, widths, policy, remembers) for count in slots)
+    every = sum(map(widths.cost(policy, remembers).of, slots))
     assert Plan(shares, policy, remembers, True, max_bytes=every).slots == sized
     roomy = every + widths.slot_bytes(policy)
     more = Plan(shares, policy, remembers, True, max_bytes=roomy).slots

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,15 @@ LATE = {
     "cli/__init__.py",
     "cli/serve.py",
     "attention/tracing.py",
+}
+# Optional mechanisms, which any file imports where they are first needed.
+OPTIONAL = {
+    "mlx_h2o.calibration.first_use",
+    "mlx_h2o.layer.return_state",
+    "mlx_h2o.layer.returning",
+    "mlx_h2o.layer.value_fit",
+    "mlx_h2o.spill.layer_rows",
+    "mlx_h2o.spill.row_file",
 }
 EXTENSIONS = ("_ext",)
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -104,10 +115,19 @@ def test_imports_are_at_the_top_of_files():
     late = {}
     for file, tree in trees():
         top = {name for node in tree.body for name in imported(node) if _is_import(node)}
-        inner = {name for name in set(imported(tree)) - top if not is_extension(name)}
+        inner = {name for name in set(imported(tree)) - top - OPTIONAL if not is_extension(name)}
         if inner:
             late[file] = inner
     assert late.keys() - LATE == set(), late
+
+
+def test_optional_mechanisms_are_imported_where_they_are_needed():
+    program = "import sys, mlx_h2o; mlx_h2o.make_prompt_cache; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert OPTIONAL & MODULES.keys() == OPTIONAL
+    assert "mlx_h2o.models.make" in modules
+    assert not OPTIONAL & set(modules)
 
 
 def _is_import(node: ast.AST) -> bool:

@@ -16,7 +16,7 @@ from mlx_h2o.budgets.cost import RowWidths
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.hosts.cache_lists import entries
-from mlx_h2o.layer import step as engine_step
+from mlx_h2o.layer import returning
 from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.pins import true_positions
 from mlx_h2o.spill import row_file
@@ -33,7 +33,7 @@ HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
 @pytest.fixture(autouse=True)
 def _no_rows_come_back(monkeypatch):
     """So that outputs are those without a file."""
-    monkeypatch.setattr(engine_step, "is_due", lambda *_: False)
+    monkeypatch.setattr(returning, "is_due", lambda *_: False)
 
 
 def rows_of(count, seed, dtype=mx.float32):

@@ -132,21 +132,6 @@ class HeadCost(NamedTuple):
         return self.fixed + slots * self.slot + window + min(self.returning, slots) * CREDIT_BYTES
 
 
-def bytes_for_slots(
-    slots: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
-) -> int:
-    """Bytes of `heads` heads with so many slots each: the inverse of `slots_for_bytes`.
-
-    Args:
-        slots: Slots of each head.
-        heads: KV heads, times the batch.
-        widths: The widths of a row.
-        policy: The eviction policy; it determines what is stored beside a row.
-        remembers: Whether the caches keep statistics of evicted tokens.
-    """
-    return heads * widths.cost(policy, remembers).of(slots)
-
-
 def slots_for_bytes(
     max_bytes: int,
     heads: int,

@@ -40,7 +40,6 @@ from mlx_h2o.slots.pins import Span, pinned_from
 from mlx_h2o.slots.remainder import SATURATION
 from mlx_h2o.slots.rope import Rope
 from mlx_h2o.slots.slot_store import FEW
-from mlx_h2o.spill.row_file import WAITING
 
 #: A head of a profile needs this many tokens to choose from; with one or two there is no choice.
 FEWEST_CHOICES = 4
@@ -186,7 +185,7 @@ def _shares_of(
             kind.widths,
             undo=settings.undo,
             spill_bytes=spill.head_bytes(kind.widths, queries) if spill else 0,
-            waiting=WAITING if spill else 0,
+            waiting=spill.waiting_rows if spill else 0,
             returning=spill.returns.rows if spill else 0,
         )
         shares.append(LayerShare(kind.heads, widths))

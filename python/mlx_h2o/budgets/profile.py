@@ -334,28 +334,6 @@ class Profile:
         """Whether it was measured with this policy, so that its orders apply."""
         return self.measured is not None and self.measured.policy.get("name") == policy
 
-    def expected_loss(self, budgets: Sequence[Sequence[int]], bits: int | None = None) -> float:
-        """The model's expected loss, summed over its heads, in units of the method.
-
-        Args:
-            budgets: Slots `[layers][H]`.
-            bits: Bits of the rows, or None for dense rows.
-
-        Raises:
-            ValueError: The loss by packing with so many bits was not measured.
-        """
-        flat = [b for layer in budgets for b in layer]
-        heads = [curve for layer in self.losses for curve in layer]
-        total = sum(allocation.loss_at(self.grid, c, b) for c, b in zip(heads, flat, strict=True))
-        return total + self._packing_loss(bits)
-
-    def _packing_loss(self, bits: int | None) -> float:
-        if bits is None:
-            return 0.0
-        if self.measured is None or bits not in self.measured.packing:
-            raise ValueError(f"This profile has no loss for rows of {bits} bits.")
-        return float(self.measured.packing[bits].sum())
-
     def loss_of(self, mean: int, least: int, bits: int | None, context: int) -> float:
         """The expected loss of conversations of `context` tokens with so many slots a head.
 
@@ -375,6 +353,13 @@ class Profile:
         flat = [b for layer in self.budgets(mean, least, context) for b in layer]
         total = sum(allocation.loss_at(grid, c, b) for c, b in zip(heads, flat, strict=True))
         return total + self._packing_loss(bits)
+
+    def _packing_loss(self, bits: int | None) -> float:
+        if bits is None:
+            return 0.0
+        if self.measured is None or bits not in self.measured.packing:
+            raise ValueError(f"This profile has no loss for rows of {bits} bits.")
+        return float(self.measured.packing[bits].sum())
 
     def _by_layer(self, heads: Sequence[Any]) -> list[list[Any]]:
         each = iter(heads)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import mlx.core as mx
 
@@ -27,7 +27,6 @@ from mlx_h2o.layer import eviction, layer_factory, saved_state
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
 from mlx_h2o.layer.policy_view import slots_of
-from mlx_h2o.layer.return_state import ReturnState
 from mlx_h2o.policies import Policy, Slots
 from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import Packing
@@ -35,8 +34,11 @@ from mlx_h2o.slots.pins import Span, checked_spans, joined, without
 from mlx_h2o.slots.remainder import SATURATION, Remainder
 from mlx_h2o.slots.slot_store import Run, SlotStore
 from mlx_h2o.slots.softmax import Mask
-from mlx_h2o.spill.layer_rows import LayerRows, spilling
 from mlx_h2o.spill.setting import Spill, spill_setting
+
+if TYPE_CHECKING:
+    from mlx_h2o.layer.return_state import ReturnState
+    from mlx_h2o.spill.layer_rows import LayerRows
 
 NOT_ASKED = (
     "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
@@ -130,6 +132,8 @@ class BoundedKVCache:
         where = spill_setting(spill)
         self._begin(settings)
         if where is not None:
+            from mlx_h2o.spill.layer_rows import spilling
+
             self.spill_to(spilling(where, [(self.packing, self.frame)], pack)[0])
 
     @classmethod
@@ -244,6 +248,8 @@ class BoundedKVCache:
             spill: The way into the file.
             heads: The KV heads to which evicted rows come back; None means all.
         """
+        from mlx_h2o.layer.return_state import ReturnState
+
         self.spill = spill
         if self.rows_return:
             self.back = ReturnState(spill.conversation.spill.returns, heads)

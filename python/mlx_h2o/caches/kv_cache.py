@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -15,8 +16,10 @@ from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.layer import eviction
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.step import update_and_attend
-from mlx_h2o.layer.value_fit import AllRows, Rows, fit_values
 from mlx_h2o.slots.softmax import Mask
+
+if TYPE_CHECKING:
+    from mlx_h2o.layer.value_fit import AllRows, Rows
 
 
 class H2OKVCache(BoundedKVCache):
@@ -114,6 +117,8 @@ class H2OKVCache(BoundedKVCache):
 
     def fit_values(self, before: AllRows, call: AttentionCall, anchors: Sequence[Rows]) -> None:
         """Fit the values kept, after `keep_best`; arguments as in `layer/value_fit.py`."""
+        from mlx_h2o.layer.value_fit import fit_values  # of compressed prompts only
+
         fit_values(self._require_layer(), before, call, anchors)
         self._evaluate()
 

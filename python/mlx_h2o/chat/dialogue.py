@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm import stream_generate
 
 from mlx_h2o._progress import Progress, no_progress
 from mlx_h2o.caches.conversation import bounded_entries, new_turn, pin, unpin
@@ -21,7 +20,7 @@ from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.caches.peak import PeakMemory
 from mlx_h2o.chat.kept_tokens import remembered, token_texts
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
-from mlx_h2o.compression.reading import Readings, read_prompt
+from mlx_h2o.compression.reading import Readings, read_and_generate
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.trained_length import past_training
@@ -101,16 +100,11 @@ class Dialogue:
         answer: list[int] = []
         reading = PeakMemory(describe(self.cache).nbytes)
         try:
-            of_model = self._model, self._tokenizer
-            read, _ = read_prompt(*of_model, new, self.cache, self._reading, progress)
-            for response in stream_generate(
-                *of_model,
-                new[read:],
-                max_tokens,
-                prompt_cache=self.cache,
-                prompt_progress_callback=no_progress if read else progress,
-                **options,
-            ):
+            how = self.cache, self._reading, progress
+            responses, _ = read_and_generate(
+                self._model, self._tokenizer, new, *how, max_tokens=max_tokens, **options
+            )
+            for response in responses:
                 if not answer:
                     self._peak = reading.most
                 answer.append(response.token)

@@ -13,12 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_h2o import _checks
 from mlx_h2o._files import require_writable, write_kept
-from mlx_h2o._progress import no_progress, progress_bar
+from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.conversation import pin
 from mlx_h2o.caches.describe import describe
@@ -37,7 +36,7 @@ from mlx_h2o.cli.options import (
     load_model,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.compression.reading import read_prompt
+from mlx_h2o.compression.reading import read_and_generate
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.trained_length import past_training
@@ -159,15 +158,10 @@ def begin(
     """
     began = time.monotonic()
     with progress_bar("reading the prompt", "tokens", transient=True) as bar:
-        read, readings = read_prompt(model, tokenizer, prompt, cache, args.reading, bar)
-        responses = stream_generate(
-            model,
-            tokenizer,
-            prompt[read:],
+        responses, readings = read_and_generate(
+            *(model, tokenizer, prompt, cache, args.reading, bar),
             max_tokens=args.max_tokens,
             sampler=make_sampler(args.temp, args.top_p),
-            prompt_cache=cache,
-            prompt_progress_callback=no_progress if read else bar,
         )
         first = next(responses)
     return (

@@ -25,7 +25,7 @@ import mlx.optimizers as optim
 
 from mlx_h2o.attention.backends.reference import softcapped
 from mlx_h2o.attention.call import AttentionCall, Looking
-from mlx_h2o.compression.twice import CHUNK, REPEAT
+from mlx_h2o.compression.twice import REPEAT, first_reading
 from mlx_h2o.hosts.cache_lists import replaced
 from mlx_h2o.hosts.loaded import is_plain, logits_of
 from mlx_h2o.hosts.stock_caches import stock_caches
@@ -251,9 +251,8 @@ def distil(
 def full_reading(model: nn.Module, tokens: mx.array) -> list[Any]:
     """The model's own full caches, which have read a prompt."""
     full = stock_caches(model)
-    for start in range(0, tokens.shape[1], CHUNK):
-        logits_of(model, tokens[:, start : start + CHUNK], full)
-        mx.eval([entry.state for entry in full])
+    for _ in first_reading(model, tokens, full):
+        pass
     return full
 
 

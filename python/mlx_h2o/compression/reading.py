@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm import stream_generate
 
 from mlx_h2o._progress import Progress, no_progress
 from mlx_h2o.budgets.cost import bytes_by_stage
@@ -173,3 +174,41 @@ def read_prompt(
     while readings.step():
         progress(readings.done, 2 * readings.count)
     return readings.count, 2 if readings.is_twice else 1
+
+
+def read_and_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    tokens: Sequence[int],
+    cache: Sequence[Any],
+    how: Readings,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> tuple[Iterator[Any], int]:
+    """Read new tokens, and generate.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        tokens: The new tokens.
+        cache: The conversation's caches, from `make_prompt_cache`.
+        how: As in `two_readings`.
+        progress: As in `read_prompt`; of tokens read once, mlx-lm tells it.
+        options: Further options of mlx-lm's `stream_generate`.
+
+    Returns:
+        Its responses, and how often the beginning was read.
+
+    Raises:
+        ValueError: As in `two_readings`.
+    """
+    count, readings = read_prompt(model, tokenizer, tokens, cache, how, progress)
+    responses = stream_generate(
+        model,
+        tokenizer,
+        list(tokens[count:]),
+        prompt_cache=cache,
+        prompt_progress_callback=no_progress if count else progress,
+        **options,
+    )
+    return responses, readings

@@ -98,21 +98,19 @@ def read_twice(
     as_planned = [entry.settings for entry in entries]
     repeat = mx.array([tokenizer.encode(REPEAT, add_special_tokens=False)], tokens.dtype)
     request = mx.broadcast_to(repeat, (B, repeat.shape[1]))
-    chunks = [tokens[:, i : i + reading.chunk] for i in range(0, T, reading.chunk)]
     seconds = 0.0  # callers may do other things in between
     try:
         older = _make_room(entries, parts, T + reading.room)
-        for chunk in chunks:
-            begun = time.monotonic()
-            logits_of(model, chunk, caches)
-            mx.eval([entry.state for entry in caches])
+        begun = time.monotonic()
+        for chunk in first_reading(model, tokens, caches, reading.chunk):
             seconds += time.monotonic() - begun
             yield chunk.size
+            begun = time.monotonic()
         if reading.seconds is not None and seconds > reading.seconds:
             yield tokens.size
             return False
         looks = _looks(model, entries, T if reading.fitted else 0)
-        for chunk in chunks:
+        for chunk in chunks_of(tokens, reading.chunk):
             again = mx.concatenate([request, chunk], axis=1)
             logits_of(model, again, looking_caches(caches, looks))
             mx.eval([look.state for look in looks])  # the logits are not computed
@@ -124,6 +122,28 @@ def read_twice(
         for entry, settings in zip(entries, as_planned, strict=False):
             with suppress(RuntimeError):  # the cache may be within a step
                 entry.follow(settings.grown(entry.offset) or settings)
+
+
+def first_reading(
+    model: nn.Module, tokens: mx.array, caches: Sequence[Any], chunk: int = CHUNK
+) -> Iterator[mx.array]:
+    """Read a prompt, and yield each chunk when it is read.
+
+    Args:
+        model: The model.
+        tokens: `[B, T]`.
+        caches: Its caches, of any kind.
+        chunk: Tokens that go through the model at once.
+    """
+    for part in chunks_of(tokens, chunk):
+        logits_of(model, part, caches)
+        mx.eval([entry.state for entry in caches])
+        yield part
+
+
+def chunks_of(tokens: mx.array, chunk: int) -> list[mx.array]:
+    """A prompt `[B, T]` in parts of so many tokens."""
+    return [tokens[:, i : i + chunk] for i in range(0, tokens.shape[1], chunk)]
 
 
 def observable(model: nn.Module, caches: Sequence[Any]) -> list[H2OKVCache]:

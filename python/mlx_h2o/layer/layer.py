@@ -7,21 +7,24 @@ reads or changes an array takes all of them back first; lengths are current at a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_h2o.attention.backends.choice import decoder_for, is_on_device, pack
 from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.layer.return_state import ReturnState
 from mlx_h2o.slots.journal import Journal
 from mlx_h2o.slots.packed import dense, value_lengths
 from mlx_h2o.slots.pins import stored_positions
 from mlx_h2o.slots.recent_window import RecentWindow
 from mlx_h2o.slots.remainder import Remainder
 from mlx_h2o.slots.slot_store import Fields, Run, SlotStore
-from mlx_h2o.spill.layer_rows import STORED, LayerRows
+from mlx_h2o.spill.setting import STORED
+
+if TYPE_CHECKING:
+    from mlx_h2o.layer.return_state import ReturnState
+    from mlx_h2o.spill.layer_rows import LayerRows
 
 
 class RowType(NamedTuple):

@@ -7,6 +7,7 @@ to old and new rows first, evict after.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -18,13 +19,14 @@ from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.layer import eviction, fused_case
 from mlx_h2o.layer.layer import Layer
-from mlx_h2o.layer.return_state import ReturnState
-from mlx_h2o.layer.returning import bring_back, is_due
 from mlx_h2o.layer.scoring import RunResult, mean_of, observe, observe_derived
 from mlx_h2o.slots.journal import single_steps
 from mlx_h2o.slots.pins import is_pinned
 from mlx_h2o.slots.slot_store import Fields
-from mlx_h2o.spill.layer_rows import PLAIN
+from mlx_h2o.spill.setting import PLAIN
+
+if TYPE_CHECKING:
+    from mlx_h2o.layer.return_state import ReturnState
 
 
 def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
@@ -67,6 +69,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
 
 def _bring_back(layer: Layer, back: ReturnState, call: AttentionCall, k: mx.array) -> None:
     """Let evicted rows come back if it is time, and note the queries for the next time."""
+    from mlx_h2o.layer.returning import bring_back, is_due  # with files only
+
     if is_due(back, layer, k.shape[2]):
         bring_back(layer, call, k)
     back.note(call.q, layer.layout.heads)  # `store` would take the arrays back

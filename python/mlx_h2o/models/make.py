@@ -29,7 +29,6 @@ from mlx_h2o.hosts.refusals import check_settings, require_boundable
 from mlx_h2o.hosts.stock_caches import caches_beneath, is_asked, stock_caches
 from mlx_h2o.loading.identity import architecture
 from mlx_h2o.models.model_data import model_data
-from mlx_h2o.spill.layer_rows import spilling
 from mlx_h2o.spill.setting import Spill
 
 
@@ -154,6 +153,8 @@ def spill_to(
     ]
     if not written:
         return
+    from mlx_h2o.spill.layer_rows import spilling  # with files only
+
     ways = spilling(spill, [(layer.packing, layer.frame) for layer, _ in written], pack)
     for (layer, back), way in zip(written, ways, strict=True):
         layer.spill_to(way, back)

@@ -16,7 +16,6 @@ from mlx_h2o.budgets.plan import LayerKind, ModelData
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.budgets.settings import ModelSettings
-from mlx_h2o.calibration.first_use import first_profile
 from mlx_h2o.calibration.scaling_build import Frames, found_frames, made_frames
 from mlx_h2o.hosts.layer_probe import identity_by_kinds
 from mlx_h2o.hosts.rope_probe import ropes_in_keys
@@ -97,6 +96,8 @@ def _first_profile(
         return None, 'profile="never"'
     if not whole:
         return None, "this process has a part of the model"
+    from mlx_h2o.calibration.first_use import first_profile  # few models need it
+
     measured = first_profile(model, identity)
     return (measured, "") if isinstance(measured, Profile) else (None, measured)
 

@@ -24,15 +24,9 @@ from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import Array, LayerForm
 from mlx_h2o.spill.parts import bits_of
 from mlx_h2o.spill.row_file import WAITING
-from mlx_h2o.spill.setting import TOGETHER, Spill
+from mlx_h2o.spill.setting import ENTERED, PASSING, PLAIN, STORED, TOGETHER, Spill
 
 Fields = dict[str, mx.array]
-#: What a step brings: keys and values before key scaling; after it; after it, and of tokens that
-#: are pushed through the recent window by newer ones of their chunk, so that they are packed once;
-#: or fields as slots store them.
-PLAIN, ENTERED, PASSING, STORED = "plain", "entered", "passing", "stored"
-
-
 #: The most times that rows may come before the file is made: once for each token of a first chunk
 #: that is processed token by token.
 MOST_HELD = 2**12

@@ -12,6 +12,10 @@ from mlx_h2o._checks import shown
 from mlx_h2o._files import cache_folder
 
 AUTO = "auto"
+#: What a step brings: keys and values before key scaling; after it; after it, and of tokens that
+#: are pushed through the recent window by newer ones of their chunk, so that they are packed once;
+#: or fields as slots store them.
+PLAIN, ENTERED, PASSING, STORED = "plain", "entered", "passing", "stored"
 #: Rows that are packed together. The fewer, the fewer are held in 16 bits: SmolLM2's packing takes
 #: 2.9 ms of processor time a token one by one, 0.8 by fours, 0.4 by eights.
 TOGETHER = 4
@@ -85,10 +89,17 @@ class Spill:
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder).expanduser())
 
+    @property
+    def waiting_rows(self) -> int:
+        """Rows of one head that wait for the file as they are stored, at most."""
+        from mlx_h2o.spill.row_file import WAITING  # of the few caches that have a file
+
+        return WAITING
+
     def head_bytes(self, widths: Widths, queries: float) -> int:
         """Bytes of memory for one KV head's rows before they are packed, and for its last queries.
 
-        Further rows wait as they are stored: `row_file.WAITING`.
+        Further rows wait as they are stored: `waiting_rows`.
 
         Args:
             widths: The widths of its rows.
