@@ -55,7 +55,7 @@ def server(name: str) -> str:
             more = f"{prompt}{before} and so"
             known, after = complete(running, more)
             assert known, "the conversation is not known"
-            peak = running.scheduler.ledger.bytes().peak
+            peak = running.scheduler.ledger.peak
             assert peak <= (choice["bound"] or peak), f"{peak} bytes exceed {choice['bound']}"
         with serving(**choice, sessions=copied) as restarted:
             assert complete(restarted, more) == (known, after), "after a restart it is another"

@@ -370,8 +370,8 @@ def test_bytes_are_reserved_and_freed():
     assert not ledger.has_room(50)
     assert ledger.has_room(40)
     ledger.weigh(30, 20)
-    assert ledger.bytes().peak == 50
+    assert ledger.peak == 50
     ledger.release("a", 4.0)
     ledger.release("a", 400.0)
-    assert (ledger.reserved, ledger.retry_after, ledger.bytes().running) == (0, 4, 0)
+    assert (ledger.reserved, ledger.retry_after, ledger.measured[0]) == (0, 4, 0)
     assert Ledger().has_room(10**18)

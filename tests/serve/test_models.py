@@ -119,7 +119,7 @@ def test_a_share_is_of_the_first_models_16_bit_cache():
         (model,) = server.scheduler.models.loaded
         args = model.model.args
         width = args.num_key_value_heads * (args.hidden_size // args.num_attention_heads)
-        assert server.scheduler.ledger.bytes().bound == 1000 * args.num_hidden_layers * width * 2
+        assert server.scheduler.ledger.bound == 1000 * args.num_hidden_layers * width * 2
         assert server.ask(PROMPT)
 
 

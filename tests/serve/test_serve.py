@@ -213,7 +213,7 @@ def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(em
         assert answers == [alone(embedded, prompt, 24) for prompt in prompts]
         scheduler = running.scheduler
         until(lambda: scheduler.ledger.running == 0)
-        assert need < scheduler.ledger.bytes().peak <= bound
+        assert need < scheduler.ledger.peak <= bound
         assert scheduler.conversations.nbytes <= bound
         assert scheduler.conversations.shrunk > 0
         assert scheduler.conversations.forgotten > 0
@@ -247,7 +247,7 @@ def test_layers_of_other_kinds_are_within_the_bound_too(family, embedded, monkey
         expected = [alone((model, tokenizer), prompt, 12, 32) for prompt in prompts]
         assert answers == expected
         until(lambda: running.scheduler.ledger.running == 0)
-        assert need < running.scheduler.ledger.bytes().peak <= bound
+        assert need < running.scheduler.ledger.peak <= bound
         assert running.scheduler.conversations.nbytes <= bound
 
 

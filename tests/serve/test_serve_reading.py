@@ -181,7 +181,7 @@ def test_short_requests_pass_a_second_reading_and_a_client_that_left_frees_it(mo
         client.close()
         until(lambda: server.scheduler.ledger.running == 0)
         assert steps[0].done < 2 * steps[0].count
-        assert server.scheduler.ledger.bytes().running == 0
+        assert server.scheduler.ledger.measured[0] == 0
         time.sleep(0.1)
         before = len(steps)
         time.sleep(0.1)
@@ -207,7 +207,7 @@ def test_the_rows_of_a_second_reading_are_within_the_bound(embedded, monkeypatch
         answers = list(pool.map(lambda one: complete(server, one), prompts))
         assert all(details(one)[1] > 300 for one in answers)
         until(lambda: server.scheduler.ledger.running == 0)
-        assert need < server.scheduler.ledger.bytes().peak <= 12 * need
+        assert need < server.scheduler.ledger.peak <= 12 * need
         assert server.scheduler.ledger.reserved == 0
     assert max(beyond) <= 0
 

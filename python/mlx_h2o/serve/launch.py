@@ -199,15 +199,16 @@ def _greeting(settings: ServerSettings, port: int) -> str:
 
 def _gauges(scheduler: Scheduler) -> dict[str, float]:
     """The gauges of memory and queue (`metrics.GAUGES`)."""
-    now, idle = scheduler.ledger.bytes(), scheduler.conversations
+    ledger, idle = scheduler.ledger, scheduler.conversations
+    running, unused = ledger.measured
     return {
-        "kv_bytes_running": now.running,
-        "kv_bytes_reserved": now.reserved,
-        "kv_bytes_idle": now.idle,
-        "kv_bytes_peak": now.peak,
-        "kv_bytes_bound": now.bound or 0,
-        "slots": scheduler.slots if scheduler.ledger.running else 0.0,
-        "running": scheduler.ledger.running,
+        "kv_bytes_running": running,
+        "kv_bytes_reserved": ledger.reserved,
+        "kv_bytes_idle": unused,
+        "kv_bytes_peak": ledger.peak,
+        "kv_bytes_bound": ledger.bound or 0,
+        "slots": scheduler.slots if ledger.running else 0.0,
+        "running": ledger.running,
         "queue": scheduler.waiting,
         "idle": len(idle),
         "shrunk": idle.shrunk,

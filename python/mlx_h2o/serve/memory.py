@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -36,25 +35,6 @@ TRIALS = (1, 2)
 RECENT = 16
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """The bytes of all caches at one moment.
-
-    Attributes:
-        bound: The bound for everything, or None.
-        running: Bytes of caches that requests use.
-        idle: Bytes of conversations and prefixes that no request uses.
-        reserved: The most bytes that running requests may take.
-        peak: The largest sum of running and idle so far.
-    """
-
-    bound: int | None
-    running: int
-    idle: int
-    reserved: int
-    peak: int
-
-
 class Ledger:
     """Bytes of all conversations, prefixes and running requests.
 
@@ -64,14 +44,17 @@ class Ledger:
 
     Attributes:
         bound: Bytes for everything; None means no bound.
+        measured: Bytes of the caches that requests use, and of idle ones, at one moment.
+        peak: The largest sum of the two so far.
     """
 
     bound: int | None = None
+    measured: tuple[int, int] = 0, 0
+    peak: int = 0
 
     def __init__(self) -> None:
         self._reserved: dict[Hashable, int] = {}
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._now = Bytes(None, 0, 0, 0, 0)
 
     @property
     def running(self) -> int:
@@ -110,7 +93,7 @@ class Ledger:
         if self._reserved.pop(owner, None) is not None and seconds is not None:
             self._seconds.append(seconds)
         if not self._reserved:
-            self.weigh(0, self._now.idle)
+            self.weigh(0, self.measured[1])
 
     @property
     def retry_after(self) -> int:
@@ -125,13 +108,8 @@ class Ledger:
             running: Bytes of the caches that requests use.
             idle: Bytes of all other caches.
         """
-        peak = max(self._now.peak, running + idle)
-        self._now = Bytes(self.bound, running, idle, self.reserved, peak)
-
-    def bytes(self) -> Bytes:
-        """The bytes by the last measurement."""
-        now = self._now
-        return Bytes(self.bound, now.running, now.idle, self.reserved, now.peak)
+        self.peak = max(self.peak, running + idle)
+        self.measured = running, idle
 
 
 def most_bytes(

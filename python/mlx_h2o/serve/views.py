@@ -71,18 +71,19 @@ def overview(scheduler: Scheduler) -> Steps:
     """The idle conversations of loaded models, the last used first, and the bytes of everything."""
 
     def look() -> dict[str, Any]:
-        now, served = scheduler.ledger.bytes(), scheduler.models.with_fingerprint
+        ledger, served = scheduler.ledger, scheduler.models.with_fingerprint
+        running, idle = ledger.measured
         entries = scheduler.conversations.listed()
         return {
             "models": scheduler.settings.models,
             "processes": processes(),
             "bytes": {
-                "bound": now.bound,
-                "running": now.running,
-                "reserved": now.reserved,
-                "idle": now.idle,
+                "bound": ledger.bound,
+                "running": running,
+                "reserved": ledger.reserved,
+                "idle": idle,
             },
-            "requests": {"running": scheduler.ledger.running, "waiting": scheduler.waiting},
+            "requests": {"running": ledger.running, "waiting": scheduler.waiting},
             "conversations": [
                 _outline(entry, model)
                 for entry in entries
