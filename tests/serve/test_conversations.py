@@ -66,7 +66,7 @@ class Store(Conversations):
         cache, count = self.take(place(tokens, label, pins, self.fingerprint), empty)
         return cache, tokens[count:]
 
-    def known_of(self, tokens: list[int], **own: Any) -> int:
+    def prefix_of(self, tokens: list[int], **own: Any) -> int:
         return len(tokens) - len(self.fetch(tokens, **own)[1])
 
     def room(self, left: int) -> None:
@@ -98,10 +98,10 @@ def test_the_longest_is_taken_and_one_token_is_always_left(model):
         cache = made(model)
         read(model, cache, tokens[:count])
         conversations.put(tokens[:count], cache)
-    assert conversations.known_of(tokens) == 45
-    assert conversations.known_of([*tokens, 5]) == 60
-    assert conversations.known_of(tokens[:46]) == 45
-    assert conversations.known_of(tokens[:20]) == 0
+    assert conversations.prefix_of(tokens) == 45
+    assert conversations.prefix_of([*tokens, 5]) == 60
+    assert conversations.prefix_of(tokens[:46]) == 45
+    assert conversations.prefix_of(tokens[:20]) == 0
 
 
 @pytest.mark.parametrize("undo", [0, 4])
@@ -114,9 +114,9 @@ def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, und
         read(model, cache, [token])
     conversations.put(tokens, cache)
     other = [*tokens[:67], 1 + tokens[67] % 100, 3, 4]
-    assert conversations.known_of(other) == (67 if undo else 0)
-    assert conversations.known_of(tokens) == (69 if undo else 0)
-    assert conversations.known_of([*tokens[:66], 1 + tokens[66] % 100, 3]) == 0
+    assert conversations.prefix_of(other) == (67 if undo else 0)
+    assert conversations.prefix_of(tokens) == (69 if undo else 0)
+    assert conversations.prefix_of([*tokens[:66], 1 + tokens[66] % 100, 3]) == 0
     if undo:
         taken, rest = conversations.fetch(other)
         alone = made(model, undo=undo)
@@ -131,8 +131,8 @@ def test_caches_of_other_settings_are_not_gone_on_with(model):
     cache = made(model)
     read(model, cache, tokens[:20])
     conversations.put(tokens[:20], cache, label="b")
-    assert conversations.known_of(tokens) == 0
-    assert conversations.known_of(tokens, label="b") == 20
+    assert conversations.prefix_of(tokens) == 0
+    assert conversations.prefix_of(tokens, label="b") == 20
     assert label_of({"max_size": 3, "undo": 2}) == label_of({"undo": 2, "max_size": 3})
 
 
@@ -221,7 +221,7 @@ def test_snapshots_go_first_then_conversations_shrink_then_the_oldest_go(model):
     smallest = conversations.nbytes // 3
     conversations.room(smallest)
     assert conversations.shrunk == 3
-    assert conversations.known_of([*prompts[1], 7]) == 0  # unused longest
+    assert conversations.prefix_of([*prompts[1], 7]) == 0  # unused longest
     conversations.room(0)
     assert (len(conversations), conversations.nbytes) == (0, 0)
 
@@ -254,7 +254,7 @@ def test_what_made_room_comes_back_from_its_file_as_it_was(model, tmp_path):
         assert mx.array_equal(read(model, back, rest), expected)
     back, rest = Store(model, tmp_path).fetch(tokens)
     assert mx.array_equal(read(model, back, rest), expected)
-    assert Store(model, tmp_path, "another model").known_of(tokens) == 0
+    assert Store(model, tmp_path, "another model").prefix_of(tokens) == 0
 
 
 def test_damaged_sessions_are_left_aside(model, tmp_path):
@@ -267,8 +267,8 @@ def test_damaged_sessions_are_left_aside(model, tmp_path):
     (tmp_path / "empty.safetensors").write_bytes(b"")
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])  # one bit of an array
     again = Store(model, tmp_path)
-    assert again.known_of(tokens) == 0
-    assert again.known_of(tokens) == 0
+    assert again.prefix_of(tokens) == 0
+    assert again.prefix_of(tokens) == 0
 
 
 def test_the_file_of_an_earlier_turn_goes_when_the_client_has_the_later_one(model, tmp_path):

@@ -158,7 +158,7 @@ class Conversations:
 
     # -- finding ----------------------------------------------------------------------------------
 
-    def known(self, wanted: Place) -> int:
+    def prefix_length(self, wanted: Place) -> int:
         """The number of a prompt's tokens that some caches have read."""
         entry = self._longest_before(wanted)
         saved = self.sessions.longest_before(wanted) if self.sessions is not None else None

@@ -129,19 +129,19 @@ def most_bytes(
     """
     layers: list[BoundedKVCache] = []
     others = 0
-    known = dict[str, int]()
+    stock = dict[str, int]()
     for place, entry in entries(cache):
         if isinstance(entry, BoundedKVCache) and entry.share is not None:
             layers.append(entry)
             continue
-        known = known or (_most_of_others(model, chunk) if model is not None else {})
-        if place not in known:
+        stock = stock or (_most_of_others(model, chunk) if model is not None else {})
+        if place not in stock:
             raise ValueError(
                 f"Layer {place} has a {type(entry).__name__}, whose bytes are not known before it "
                 "is used, so --kv-memory cannot bound them. Omit it and bound each "
                 "conversation by --max-kv-size."
             )
-        others += known[place]
+        others += stock[place]
     return others + most_of_bounded(layers)
 
 

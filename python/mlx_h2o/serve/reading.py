@@ -62,20 +62,20 @@ def supported(how: Readings, model: nn.Module, empty: Sequence[Any], prompt: Pro
     return how
 
 
-def most_while_read(one: Answer, known: int) -> int:
+def most_while_read(one: Answer, prefix: int) -> int:
     """The most bytes that an answer's caches take while its prompt is read, or later.
 
     Args:
         one: The answer.
-        known: The prompt's tokens that caches hold already.
+        prefix: The prompt's tokens that caches hold already.
     """
     plan, served = one.plan, one.served
-    lengths = [end - first for first, end in parts(one.prompt, known)]
+    lengths = [end - first for first, end in parts(one.prompt, prefix)]
     long = [count for count in lengths if exceeds_slots(plan.empty, count)]
     if one.reading == "once" or not long:
         return plan.need
     chunk = min(CHUNK, served.chunk)
-    begun = known > 0 or len(lengths) > 1
+    begun = prefix > 0 or len(lengths) > 1
     others = plan.need - most_of_bounded(bounded_members(plan.empty))
     of_model = served.model, served.tokenizer, plan.empty
     return max(plan.need, others + most_of_two_readings(*of_model, max(long), begun, chunk))
@@ -88,7 +88,7 @@ def begin(one: Answer) -> TwoReadings | None:
         ValueError: The caches can read no prompt twice.
     """
     first = len(one.tokens)
-    if one.reading == "once" or first not in (one.known, one.prompt.system):
+    if one.reading == "once" or first not in (one.prefix, one.prompt.system):
         return None
     end = next((end for _, end in parts(one.prompt, first)), first)
     new, served = one.prompt.tokens[first:end], one.served

@@ -43,11 +43,11 @@ class Begun:
 
     Attributes:
         prompt: The number of the prompt's tokens.
-        known: The number of those that caches hold already.
+        prefix: The number of those that caches hold already.
     """
 
     prompt: int
-    known: int
+    prefix: int
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def usage_of(choices: list[Choice]) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": begun.prompt + generated,
         "prompt_tokens_details": {
-            "cached_tokens": begun.known,
+            "cached_tokens": begun.prefix,
             "twice_read_tokens": ended.twice if ended else 0,
         },
     }

@@ -433,9 +433,9 @@ class Scheduler:
                 error = error or raised
                 continue
             own = replace(mark, pins=pins)
-            known = self.conversations.known(Place(own, key_of(tokens)))
-            if known > most:
-                best, most = (own, empty), known
+            prefix = self.conversations.prefix_length(Place(own, key_of(tokens)))
+            if prefix > most:
+                best, most = (own, empty), prefix
                 prompt.tokens, prompt.spelling = tokens, spelling
         if best is None:
             assert error is not None
@@ -447,8 +447,10 @@ class Scheduler:
         bound = self.ledger.bound
         if one.reading == "once" or one.index or bound is None:
             return one.plan.need
-        known = len(one.tokens) if one.cache else self.conversations.known(self._wanted(one))
-        need = reading.most_while_read(one, known)
+        prefix = (
+            len(one.tokens) if one.cache else self.conversations.prefix_length(self._wanted(one))
+        )
+        need = reading.most_while_read(one, prefix)
         return one.plan.need if one.reading == "auto" and need > bound else need
 
     def _exceeds_bound(self, group: list[Sequence]) -> ApiError | None:
@@ -509,8 +511,8 @@ class Scheduler:
         return chosen
 
     def _left_to_read(self, one: Sequence) -> int:
-        known = 0 if one.cache is not None else self.conversations.known(self._wanted(one))
-        return one.unread - known
+        prefix = 0 if one.cache is not None else self.conversations.prefix_length(self._wanted(one))
+        return one.unread - prefix
 
     def _wanted(self, one: Sequence) -> Place:
         return Place(one.mark, key_of(one.prompt.tokens))
@@ -549,18 +551,18 @@ class Scheduler:
             self._end(one, step_failed(error))
 
     def _open(self, one: Sequence) -> None:
-        cache, known = self.conversations.take(self._wanted(one), one.empty)
+        cache, prefix = self.conversations.take(self._wanted(one), one.empty)
         # Requested pins may have been removed by hand since.
         bounded = bounded_members(cache)
         more = without(one.mark.pins, bounded[0].pins) if bounded else ()
         if more:
             pin(cache, more)
-        self._begin_at(one, cache, known)
+        self._begin_at(one, cache, prefix)
 
-    def _begin_at(self, one: Sequence, cache: list[Any], known: int) -> None:
-        one.open(cache, known)
+    def _begin_at(self, one: Sequence, cache: list[Any], prefix: int) -> None:
+        one.open(cache, prefix)
         if not one.replay:
-            one.deliver(Begun(len(one.prompt.tokens), known))
+            one.deliver(Begun(len(one.prompt.tokens), prefix))
 
     def _read_chunk(self, one: Sequence) -> None:
         assert one.cache is not None

@@ -39,7 +39,7 @@ class Sequence:
         admitted: The time of its admission (`time.monotonic`); 0 while it waits.
         cache: Its caches while it does not share a batch; None before its prompt is read.
         tokens: The tokens that its caches have read.
-        known: The number of those that earlier requests had read.
+        prefix: The number of those that earlier requests had read.
         readings: The part of the prompt that is being read twice, or None.
         again: The number of the prompt's tokens that are read a second time.
         twice: The number of those that were.
@@ -65,7 +65,7 @@ class Sequence:
     admitted: float = 0.0
     cache: list[Any] | None = None
     tokens: list[int] = field(default_factory=list)
-    known: int = 0
+    prefix: int = 0
     readings: TwoReadings | None = None
     again: int = 0
     twice: int = 0
@@ -114,10 +114,10 @@ class Sequence:
         last = len(self.prompt.tokens) - 1
         return [(self.prompt.system, "system"), (min(self.prompt.tail, last), "prompt")]
 
-    def open(self, cache: list[Any], known: int) -> None:
+    def open(self, cache: list[Any], prefix: int) -> None:
         """Begin to read the prompt, of which these caches have read the first tokens."""
-        self.cache, self.known = cache, known
-        self.tokens = self.prompt.tokens[:known]
+        self.cache, self.prefix = cache, prefix
+        self.tokens = self.prompt.tokens[:prefix]
 
     def next_chunk(self, size: int) -> list[int]:
         """The next tokens of the prompt, without its last one, with which generation begins."""
@@ -128,7 +128,7 @@ class Sequence:
 
     def snapshot(self) -> tuple[list[Any], str] | None:
         """A copy of the caches, and what they end with, if one is kept here."""
-        here = [kind for stop, kind in self.stops_at if stop == len(self.tokens) > self.known]
+        here = [kind for stop, kind in self.stops_at if stop == len(self.tokens) > self.prefix]
         return (copy.deepcopy(self.cache or []), here[-1]) if here else None
 
     def restart(self) -> None:

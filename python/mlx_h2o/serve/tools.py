@@ -142,8 +142,8 @@ class _Grammar:
 
     def pieces(self, text: str) -> list[str]:
         """Split a text into special tokens and the text between them."""
-        known = sorted(filter(None, self.special), key=len, reverse=True)
-        pieces = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
+        marks = sorted(filter(None, self.special), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
         return [piece for piece in pieces if piece]
 
     def fixed(self, text: str) -> str:
