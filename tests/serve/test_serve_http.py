@@ -23,10 +23,11 @@ import openai
 import pytest
 
 import mlx_h2o
+from mlx_h2o.cli import main
 from mlx_h2o.serve.access import AccessRules
 from mlx_h2o.serve.app import IGNORED
 from mlx_h2o.serve.launch import ServerSettings, serve
-from mlx_h2o.serve.listening import Certificate, ConnectionLimits
+from mlx_h2o.serve.listening import ConnectionLimits
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.scheduler import EngineSettings
 from serving import MODEL, SIZE, Running, serving, until, words
@@ -322,12 +323,12 @@ def test_fields_that_are_not_known_are_named_in_a_header_and_once_in_the_log(ser
     assert IGNORED.lower() not in asked(server.port, "/v1/completions", body)[2]
 
 
-def test_https(tmp_path):
+def test_https(tmp_path, capsys):
     files = [str(tmp_path / name) for name in ("key.pem", "cert.pem")]
     making = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
     kept = ["-keyout", files[0], "-out", files[1]]
     subprocess.run([*making.split(), *kept], check=True, capture_output=True)
-    certificate = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
+    certificate = tmp_path / "cert.pem", tmp_path / "key.pem"
     with serving(certificate=certificate) as running:
         context = ssl.create_default_context(cafile=files[1])
         port = running.port
@@ -339,8 +340,9 @@ def test_https(tmp_path):
                 b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
             )
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
-    with pytest.raises(ValueError, match="--tls-cert: there is no file"):
-        Certificate(tmp_path / "none", tmp_path / "key.pem")
+    options = ["--tls-cert", str(tmp_path / "none"), "--tls-key", files[0]]
+    assert main(["serve", "--model", MODEL, *options]) == 2
+    assert "--tls-cert: there is no file" in capsys.readouterr().err
 
 
 # -- bytes ----------------------------------------------------------------------------------------

@@ -154,7 +154,6 @@ def settings_of(args: argparse.Namespace) -> Any:
     """
     from mlx_h2o.serve.access import AccessRules
     from mlx_h2o.serve.launch import ServerSettings
-    from mlx_h2o.serve.listening import Certificate
     from mlx_h2o.serve.pins import PinRequest
     from mlx_h2o.serve.scheduler import EngineSettings
     from mlx_h2o.serve.sessions import DEFAULT_BYTES, DEFAULT_DAYS, Limits
@@ -181,7 +180,7 @@ def settings_of(args: argparse.Namespace) -> Any:
     origins = [one.strip() for one in args.allowed_origins.split(",") if one.strip()]
     return ServerSettings(
         engine, args.host, args.port, aliases(args.alias, models), AccessRules(key, origins),
-        certificate=Certificate(args.tls_cert, args.tls_key) if args.tls_cert else None,
+        certificate=(args.tls_cert, args.tls_key) if args.tls_cert else None,
     )  # fmt: skip
 
 
@@ -225,6 +224,9 @@ def check_options(args: argparse.Namespace) -> None:
     _checks.whole("--port", args.port, 0, 2**16 - 1)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key belong together: give both.")
+    for option, path in (("--tls-cert", args.tls_cert), ("--tls-key", args.tls_key)):
+        if path is not None and not path.is_file():
+            raise ValueError(f"{option}: there is no file {path}.")
     if args.sessions is not None:
         if not args.sessions.exists():  # readable by its owner only
             args.sessions.mkdir(mode=0o700, parents=True)

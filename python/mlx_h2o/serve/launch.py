@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import mlx_lm
 from mlx_lm.server import get_system_fingerprint
@@ -23,7 +24,6 @@ from mlx_h2o.serve.access import AccessRules, is_loopback
 from mlx_h2o.serve.app import Names, Service
 from mlx_h2o.serve.errors import NotLoaded
 from mlx_h2o.serve.listening import (
-    Certificate,
     ConnectionLimits,
     Server,
     bound_socket,
@@ -52,7 +52,7 @@ class ServerSettings:
         aliases: Further names of models, each with the model's.
         rules: The access rules.
         limits: The limits of a connection.
-        certificate: The certificate for TLS, or None.
+        certificate: The files of the certificate for TLS, with its chain, and of its key; or None.
     """
 
     engine: EngineSettings
@@ -61,7 +61,7 @@ class ServerSettings:
     aliases: Mapping[str, str] = field(default_factory=dict)
     rules: AccessRules = field(default_factory=AccessRules)
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
-    certificate: Certificate | None = None
+    certificate: tuple[Path, Path] | None = None
 
 
 def serve(

@@ -44,27 +44,6 @@ class ConnectionLimits:
     reading: float = 60.0
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The certificate for TLS.
-
-    Attributes:
-        certificate: File of the certificate and its chain.
-        key: File of the certificate's key.
-
-    Raises:
-        ValueError: A file does not exist.
-    """
-
-    certificate: Path
-    key: Path
-
-    def __post_init__(self) -> None:
-        for name, path in (("--tls-cert", self.certificate), ("--tls-key", self.key)):
-            if not path.is_file():
-                raise ValueError(f"{name}: there is no file {path}.")
-
-
 class Protocol(H11Protocol):
     """uvicorn's protocol, with limits for clients that are slow or many."""
 
@@ -180,7 +159,7 @@ class Server:
         listening: socket.socket,
         service: Service,
         limits: ConnectionLimits,
-        certificate: Certificate | None,
+        certificate: tuple[Path, Path] | None,
         ready: Callable[[Server], None],
     ):
         self._socket, self._service = listening, service
@@ -197,8 +176,8 @@ class Server:
             server_header=False,
             proxy_headers=False,  # the client is whoever is connected
             timeout_graceful_shutdown=LONGEST_END,
-            ssl_certfile=certificate.certificate if certificate else None,
-            ssl_keyfile=certificate.key if certificate else None,
+            ssl_certfile=certificate[0] if certificate else None,
+            ssl_keyfile=certificate[1] if certificate else None,
         )
         try:
             config.load()
