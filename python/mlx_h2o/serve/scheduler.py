@@ -532,7 +532,8 @@ class Scheduler:
             copies = [other for other in self._reading if other.request is one.request]
             for other in copies:
                 self._reading.remove(other)
-                self.ledger.reserve(other, other.plan.need)
+                if one.reading != "once":  # what a second reading took is free again
+                    self.ledger.reserve(other, other.plan.need)
                 if other is not one:  # all answers go on from the same caches
                     self._begin_at(other, copy.deepcopy(one.cache or []), len(one.tokens))
             for other in copies:
