@@ -13,9 +13,14 @@ from mlx_lm import stream_generate
 from mlx_h2o._progress import Progress, no_progress
 from mlx_h2o.budgets.cost import bytes_by_stage
 from mlx_h2o.caches.conversation import bounded_members
-from mlx_h2o.compression.twice import CHUNK, REPEAT, Reading, read_twice, require_readable
-from mlx_h2o.hosts.layer_probe import layer_kinds
-from mlx_h2o.layer.value_fit import MOST_QUERIES
+from mlx_h2o.compression.twice import (
+    CHUNK,
+    REPEAT,
+    Reading,
+    query_thinning,
+    read_twice,
+    require_readable,
+)
 
 #: "twice" reads what does not fit the memory twice, "auto" if that takes no more than `SECONDS`.
 Readings = Literal["auto", "once", "twice"]
@@ -126,8 +131,7 @@ def most_of_two_readings(
         begun: Whether the caches will hold tokens from before.
         chunk: Tokens that go through the model at once.
     """
-    group = max((kind.group for kind in layer_kinds(model)), default=1)
-    every = -(-length * group // MOST_QUERIES)
+    group, every = query_thinning(model, length)
     seen = min(chunk, length) + len(tokenizer.encode(REPEAT, add_special_tokens=False))
     queries = -(-length // chunk) * -(-seen // every) * group
     most = 0

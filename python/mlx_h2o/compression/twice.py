@@ -232,13 +232,23 @@ def _make_room(
     return older
 
 
+def query_thinning(model: nn.Module, length: int) -> tuple[int, int]:
+    """Query heads of a KV head, and every how many tokens' queries values are fitted by.
+
+    Args:
+        model: The model.
+        length: The prompt's tokens.
+    """
+    group = max((kind.group for kind in layer_kinds(model)), default=1)
+    return group, -(-length * group // MOST_QUERIES)
+
+
 def _looks(model: nn.Module, entries: Sequence[H2OKVCache], length: int) -> list[SecondReading]:
     """Second readings, each of one layer, which keep queries of `length` tokens to fit values by.
 
     A file of rows has them as they came, and rows come back from there, so none is fitted.
     """
-    group = max(kind.group for kind in layer_kinds(model))
-    every = -(-length * group // MOST_QUERIES)
+    _, every = query_thinning(model, length)
     return [
         SecondReading(cast(Layer, entry.layer), 0 if entry.spill else every) for entry in entries
     ]
