@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: the cost of attention, decoding and threads on this machine's CPU."""
+"""`python -m benchmarks`: attention, decoding and matrix products timed on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import attention, batch, chart, machine, model, products, threads
+from benchmarks import attention, machine, model, products
 from benchmarks.report import Report, meaning
 from mlx_h2o._files import require_folder, write_kept
 from mlx_h2o._progress import progress_bar
@@ -18,14 +18,11 @@ from mlx_h2o.cli.options import add_model_option, settle_model
 from mlx_h2o.cli.parsing import Parser
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.machine import load_average
-from mlx_h2o.evaluate.plotting import drawing
 from mlx_h2o.loading.load import load
 
-FILE_NAME, PICTURE_NAME = "bench.json", "bench.png"
+FILE_NAME = "bench.json"
 DTYPES = ("float32", "float16", "bfloat16")
-PARTS = ("attention", "model", "batch", "threads", "products")
-# The parts that a chart shows.
-DRAWN = {"attention", "model"}
+PARTS = ("attention", "model", "products")
 ROUNDS, QUICK_ROUNDS = 15, 5
 QUICK_CASES = ((attention.LARGE, 256), (attention.LARGE, 4096), (attention.SHAPES[2], 1024))
 QUICK_SIZES = model.Sizes(decode_from=768, prompt=1024, chunk=512, prompt_rounds=1)
@@ -41,9 +38,9 @@ def parser() -> Parser:
     made = Parser(
         prog="benchmarks",
         description="Measure attention against MLX's own and against the machine's read "
-        "bandwidth, decoding of a whole model and of a batch of conversations against mlx-lm's "
-        "caches, what handing work to threads costs, and matrix products with either BLAS. "
-        "Everything is visited by turns, so ratios hold on a busy machine; times need an idle one.",
+        "bandwidth, decoding of a whole model against mlx-lm's caches, and matrix products with "
+        "either BLAS. Everything is visited by turns, so ratios hold on a busy machine; times need "
+        "an idle one.",
     )
     made.add_argument(
         "--only", choices=PARTS, action="append", help="measure this part (may be given again)"
@@ -58,14 +55,7 @@ def parser() -> Parser:
         help="dtype of the attention's rows (may be given again; default: all)",
     )  # fmt: skip
     add_model_option(made)
-    made.add_argument(
-        "--streams", type=int, default=8, metavar="N",
-        help="conversations in a batch (default: %(default)s)",
-    )  # fmt: skip
-    made.add_argument(
-        "--out", type=Path, metavar="DIR",
-        help=f"write {FILE_NAME} (after each part) and {PICTURE_NAME}",
-    )  # fmt: skip
+    made.add_argument("--out", type=Path, metavar="DIR", help=f"write {FILE_NAME}, after each part")
     style = made.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
@@ -79,8 +69,8 @@ def run(args: argparse.Namespace) -> None:
         part for part in PARTS if part != "products" or products.can_be_measured()
     ]
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
-    check(args, parts)
-    if {"model", "batch"} & set(parts):
+    check(args)
+    if "model" in parts:
         settle_model(args)
     report = Report(
         machine.describe(),
@@ -90,14 +80,11 @@ def run(args: argparse.Namespace) -> None:
             "rounds": rounds,
             "dtypes": args.dtype or list(DTYPES),
             "model": args.model,
-            "streams": args.streams,
         },
     )
     measuring: dict[str, Callable[[Report], None]] = {
         "attention": measure_attention,
         "model": measure_model,
-        "batch": measure_batch,
-        "threads": measure_threads,
         "products": measure_products,
     }
     for part in PARTS:
@@ -112,23 +99,14 @@ def run(args: argparse.Namespace) -> None:
         for table in report.tables():
             show(table, args.markdown)
         print("\n".join(meaning(report)))
-    if args.out:
-        picture = args.out / PICTURE_NAME
-        write_kept(picture, lambda path: chart.draw(report, path), picture.suffix)
-        print(f"The chart is {picture}.", file=sys.stderr)
 
 
-def check(args: argparse.Namespace, parts: tuple[str, ...] | list[str]) -> None:
+def check(args: argparse.Namespace) -> None:
     """Raise ValueError for invalid options; warn of conditions that make figures doubtful."""
     if args.rounds is not None and args.rounds < 1:
         raise ValueError("--rounds must be at least 1.")
-    if args.streams < 1:
-        raise ValueError("--streams must be at least 1.")
     machine.require_kernels()
     if args.out:
-        if not DRAWN & set(parts):
-            raise ValueError("--out draws attention or the model: leave it out, or measure one.")
-        drawing()
         require_folder("--out", args.out)
     if machine.is_busy():
         print(
@@ -172,21 +150,6 @@ def measure_model(report: Report) -> None:
         report.decoding = model.measure_decoding(network, tokenizer, sizes, settings["rounds"], bar)
     with progress_bar("prompt") as bar:
         report.prompt = model.measure_prompt(network, tokenizer, sizes, bar)
-
-
-def measure_batch(report: Report) -> None:
-    """Conversations side by side."""
-    settings = report.settings
-    network, tokenizer = load(settings["model"])
-    sizes = batch.BatchSizes(streams=settings["streams"])
-    with progress_bar("batch") as bar:
-        report.batch = batch.measure(network, tokenizer, sizes, settings["rounds"], bar)
-
-
-def measure_threads(report: Report) -> None:
-    """The cost of handing out work."""
-    with progress_bar("threads") as bar:
-        report.threads = threads.measure(report.settings["rounds"], bar)
 
 
 def measure_products(report: Report) -> None:

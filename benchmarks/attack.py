@@ -42,7 +42,6 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak import prompts, resident_mb, tell, wait_for
 from mlx_h2o._byte_size import memory_size
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
@@ -60,10 +59,41 @@ SLOW_LIMIT = 150
 #: Resident memory that the process may use beyond the bound: weights, activations, MLX's pool.
 RESIDENT_SLACK_MB = 1500
 FINDINGS_SHOWN = 20
+#: Words of a prompt with a known answer.
+PROMPT_WORDS = 60
 
 
 class ServerGone(Exception):
     """The server was killed during the request."""
+
+
+def prompts(count: int) -> list[str]:
+    """Prompts from the bundled text."""
+    words = SAMPLE_TEXT.read_text(encoding="utf-8").split()
+    return [" ".join(words[40 * i : 40 * i + PROMPT_WORDS]) for i in range(count)]
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process."""
+    return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)])) / 1024
+
+
+def tell(text: str) -> None:
+    """Print progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a server answers."""
+    while process.poll() is None:
+        try:
+            connection = HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise SystemExit("the server did not start")
 
 
 @dataclass

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks import attention, batch, model
+from benchmarks import attention, model
 from benchmarks.attention import LARGE
 from benchmarks.measuring import Samples
 
@@ -110,12 +110,3 @@ def model_figures(decoding: Samples, prompt: Samples) -> list[Figure]:
     figures += at_least(f"decoding speed of {model.H2O_PACKED} over {model.H2O}", 0.98, [packed])
     reading = (prompt, model.DEFAULT, model.PLAIN)
     return figures + at_most(f"time to read a prompt over {model.PLAIN}", 1, [reading])
-
-
-def batch_figures(samples: Samples) -> list[Figure]:
-    """Speed of a batch with the default policy over having none, and over mlx-lm's own."""
-    figures = []
-    for base, bound in ((batch.STREAMING, 0.95), (batch.WINDOW, 0.97)):
-        name = f"batched decoding speed of the {batch.DEFAULT} over {base}"
-        figures += at_least(name, bound, [(samples, base, batch.DEFAULT)])
-    return figures

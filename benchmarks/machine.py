@@ -17,24 +17,10 @@ BUSY = 0.5
 
 
 class Probe(Protocol):
-    """The speed at which this machine reads memory and hands out work (benchmarks/native)."""
+    """The speed at which this machine reads memory (benchmarks/native)."""
 
     def read_bandwidth(self, bytes: int, *, threads: int) -> float:
         """Bytes per second of plain reads of `bytes` bytes on `threads` threads."""
-
-    def job_seconds(
-        self, *, pooled: bool, threads: int, jobs: int, items: int, steps: int = 0, gap: int = 0
-    ) -> list[float]:
-        """Seconds of each job.
-
-        Args:
-            pooled: Whether the kernels' thread pool hands the items out; else one thread does all.
-            threads: Threads of the pool.
-            jobs: Timed jobs.
-            items: Parts of a job.
-            steps: Multiplications of an item.
-            gap: Multiplications between two jobs.
-        """
 
 
 def probe() -> Probe:

@@ -26,7 +26,6 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 import mlx_h2o
-from benchmarks import server_memory
 from benchmarks.weighing import MOST_OVER, SEQUENCES, Scale, Weight, parser
 from mlx_h2o._blas import use_openblas
 
@@ -161,8 +160,7 @@ def measured(arm: str, args: argparse.Namespace) -> list[Weight]:
 
 def in_own_process(arm: str) -> list[Weight]:
     """The same in a process of its own, with this one's options."""
-    module = "benchmarks.memory" if arm in ARMS else "benchmarks.server_memory"
-    command = [sys.executable, "-m", module, *sys.argv[1:], "--arm", arm]
+    command = [sys.executable, "-m", "benchmarks.memory", *sys.argv[1:], "--arm", arm]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return [Weight(**row) for row in json.loads(done.stdout.splitlines()[-1])]
 
@@ -172,7 +170,7 @@ def main() -> None:
     if args.arm:
         print(json.dumps([asdict(row) for row in measured(args.arm, args)]))
         return
-    rows = [row for arm in (*ARMS, *server_memory.ARMS) for row in in_own_process(arm)]
+    rows = [row for arm in ARMS for row in in_own_process(arm)]
     print(f"Keys and values of {args.tokens} tokens and {args.slots} slots, MiB\n")
     print("| " + " | ".join(COLUMNS) + " |")
     print("|---|---|" + "---:|" * (len(COLUMNS) - 2))

@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import attention, batch, model, products
-from benchmarks.figures import Figure, attention_figures, batch_figures, model_figures
+from benchmarks import attention, model, products
+from benchmarks.figures import Figure, attention_figures, model_figures
 from benchmarks.measuring import Samples
-from benchmarks.threads import ALONE, POOL, Handing
 
 CellsOf = Callable[[attention.Result], Sequence[str]]
 # The columns that identify a row's case.
@@ -28,8 +27,6 @@ class Report:
         attention: One result a case.
         decoding: Seconds per token.
         prompt: Seconds to the first token.
-        batch: Seconds per step of a batch.
-        threads: Times of handing out work.
         products: Times of matrix products.
     """
 
@@ -38,8 +35,6 @@ class Report:
     attention: list[attention.Result] = field(default_factory=list)
     decoding: Samples | None = None
     prompt: Samples | None = None
-    batch: Samples | None = None
-    threads: list[Handing] = field(default_factory=list)
     products: list[products.Product] = field(default_factory=list)
 
     def figures(self) -> list[Figure]:
@@ -47,8 +42,6 @@ class Report:
         figures = attention_figures(self.attention)
         if self.decoding and self.prompt:
             figures += model_figures(self.decoding, self.prompt)
-        if self.batch:
-            figures += batch_figures(self.batch)
         return figures
 
     def as_json(self) -> dict[str, Any]:
@@ -59,8 +52,6 @@ class Report:
             "attention": [result.as_json() for result in self.attention],
             "decoding": decoding_json(self.decoding),
             "prompt": prompt_json(self.prompt),
-            "batch": batch_json(self.batch),
-            "threads": [kind.as_json() for kind in self.threads],
             "products": [product.as_json() for product in self.products],
             "figures": [{**asdict(f), "reached": f.reached} for f in self.figures()],
         }
@@ -76,10 +67,6 @@ class Report:
             tables.append(decoding_table(self.decoding))
         if self.prompt:
             tables.append(prompt_table(self.prompt))
-        if self.batch:
-            tables.append(batch_table(self.batch, self.settings["streams"]))
-        if self.threads:
-            tables.append(threads_table(self.threads))
         if self.products:
             tables.append(products_table(self.products))
         if self.figures():
@@ -108,20 +95,6 @@ def prompt_json(samples: Samples | None) -> dict[str, Any] | None:
         return None
     return {
         arm: {**seconds, "time_over_plain": samples.ratio(arm, model.PLAIN)}
-        for arm, seconds in samples.as_json().items()
-    }
-
-
-def batch_json(samples: Samples | None) -> dict[str, Any] | None:
-    """Seconds per step, and ratios to streaming and to mlx-lm's batch."""
-    if samples is None:
-        return None
-    return {
-        arm: {
-            **seconds,
-            "over_streaming": samples.speed(arm, batch.STREAMING),
-            "over_mlx_lm": samples.speed(arm, batch.WINDOW),
-        }
         for arm, seconds in samples.as_json().items()
     }
 
@@ -246,42 +219,6 @@ def prompt_table(samples: Samples) -> Table:
     return table
 
 
-def batch_table(samples: Samples, streams: int) -> Table:
-    """Tokens per second of all sequences together."""
-    table = numbers(
-        f"a batch of {streams} decoding inside the budget",
-        "caches", "tokens/s, all together", "over streaming", "over mlx-lm's own batch",
-    )  # fmt: skip
-    for arm in samples.arms:
-        table.add_row(
-            arm,
-            f"{streams / samples.median(arm):.1f}",
-            f"{samples.speed(arm, batch.STREAMING):.3f}",
-            f"{samples.speed(arm, batch.WINDOW):.3f}",
-        )
-    return table
-
-
-def threads_table(kinds: list[Handing]) -> Table:
-    """Microseconds of a job by work and gap."""
-    gaps = sorted({kind.gap for kind in kinds})
-    table = numbers(
-        "a job alone / with the pool, microseconds, by the time since the last",
-        "work",
-        *(f"after {gap} us" for gap in gaps),
-    )
-    for work in sorted({kind.work for kind in kinds}):
-        of_work = {kind.gap: kind.samples for kind in kinds if kind.work == work}
-        table.add_row(
-            f"{work} us",
-            *(
-                f"{1e6 * of_work[gap].median(ALONE):.1f} / {1e6 * of_work[gap].median(POOL):.1f}"
-                for gap in gaps
-            ),
-        )
-    return table
-
-
 def products_table(results: list[products.Product]) -> Table:
     """Milliseconds with both BLAS."""
     table = numbers(
@@ -316,20 +253,13 @@ def meaning(report: Report) -> list[str]:
         lines.append(
             f"A conversation in bounded memory ({arm}) decodes "
             f"{1 / report.decoding.median(arm):.1f} tokens/s, "
-            f"{_compared(report.decoding.speed(arm, window))} mlx-lm's sliding window of as many "
-            "tokens, however long it gets."
+            f"{report.decoding.speed(arm, window):.2f} times the speed of mlx-lm's sliding window "
+            "of as many tokens, however long it gets."
         )
     if report.prompt:
         ratio = report.prompt.ratio(model.DEFAULT, model.PLAIN)
         lines.append(
             f"Reading a prompt takes {ratio:.2f} times as long as with mlx-lm's full cache."
-        )
-    if report.batch:
-        lines.append(
-            f"{report.settings['streams']} conversations at once decode "
-            f"{report.settings['streams'] / report.batch.median(batch.DEFAULT):.1f} tokens/s "
-            f"together, {_compared(report.batch.speed(batch.DEFAULT, batch.WINDOW))} mlx-lm's own "
-            "batch."
         )
     if report.attention:
         speeds = [r.samples.speed(attention.SCORES, attention.MLX) for r in report.attention]
@@ -338,8 +268,3 @@ def meaning(report: Report) -> list[str]:
             f"{min(speeds):.1f} to {max(speeds):.1f} times as fast as MLX's without them."
         )
     return lines
-
-
-def _compared(speed: float) -> str:
-    """A ratio of speeds in words."""
-    return f"{speed:.2f} times the speed of"

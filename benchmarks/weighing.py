@@ -1,4 +1,4 @@
-"""What a process holds for caches, weighed: for benchmarks.memory and benchmarks.server_memory."""
+"""What a process holds for caches, weighed: for benchmarks.memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_h2o.slots import reserved_range
 
 #: Held over told, and what belongs to no cache: scalars and masks.
 MOST_OVER, LOOSE = 1.05, 1 << 18
-#: Conversations of a batch and of a server.
+#: Conversations of a batch.
 SEQUENCES = 4
 MIB = 1 << 20
 

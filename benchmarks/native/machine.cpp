@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <vector>
 
 #include "thread_pool.h"
 
@@ -35,12 +36,6 @@ uint64_t sum_of_piece(const Line* p) {
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-// Takes `steps` times a multiplication's latency.
-uint64_t worked(int steps, uint64_t x) {
-  for (int i = 0; i < steps; ++i) x = x * 6364136223846793005u + 1442695040888963407u;
-  return x;
 }
 
 // This module's thread pool, of the same class as the kernels'.
@@ -78,27 +73,6 @@ double read_bandwidth(size_t bytes, int threads) {
   const auto median = rates.begin() + rates.size() / 2;
   std::nth_element(rates.begin(), median, rates.end());
   return *median;
-}
-
-std::vector<double> job_seconds(bool pooled, int threads, int jobs, int items, int steps, int gap) {
-  std::atomic<uint64_t> sink{0};
-  const auto job = [&](int i) {
-    if (worked(steps, i) == 1) sink = 1;
-  };
-  auto& pool = pool_of(threads);
-  std::vector<double> seconds;
-  seconds.reserve(jobs);
-  for (int n = 0; n < jobs; ++n) {
-    if (worked(gap, n) == 1) sink = 1;
-    const auto start = Clock::now();
-    if (pooled) {
-      pool.run(items, job);
-    } else {
-      for (int i = 0; i < items; ++i) job(i);
-    }
-    seconds.push_back(seconds_since(start));
-  }
-  return seconds;
 }
 
 }  // namespace mlx_h2o

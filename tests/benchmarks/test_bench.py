@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import attention, figures, machine, model, products, threads
+from benchmarks import attention, figures, machine, model, products
 from benchmarks.__main__ import DTYPES, cases_of, main
 from benchmarks.layers import full_layer
 from benchmarks.measuring import Samples, in_turns, summary, timed
@@ -188,18 +188,6 @@ def test_a_full_layer_goes_on_for_ever(policy: str, lengths: list[int]) -> None:
         assert not mx.array_equal(outs[0], outs[-1])
 
 
-@needs_kernels
-def test_the_thread_table_covers_every_kind_of_job() -> None:
-    found = threads.measure(1)
-    assert {(kind.work, kind.gap) for kind in found} == {
-        (work, gap) for work in threads.WORK for gap in threads.GAPS
-    }
-    for kind in found:
-        alone = kind.samples.median(threads.ALONE)
-        assert alone >= 0.3e-6 * kind.work
-        assert kind.as_json()["pool_over_alone"] > 0
-
-
 def test_figures_know_their_direction() -> None:
     pairs = [(Samples({"a": [x], "b": [1.0]}), "a", "b") for x in (3.0, 1.0, 2.0)]
     (fast,) = figures.at_least("speed", 2, pairs)
@@ -296,8 +284,7 @@ def test_a_quick_run_writes_everything(
     assert main(options) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((folder / "bench.json").read_text())
-    assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.png"]
-    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in folder.iterdir()] == ["bench.json"]
 
     assert report["machine"].keys() == {
         "cpu", "cores", "threads", "isa", "blas", "cache_bytes", "load", "system", "versions",
@@ -305,14 +292,13 @@ def test_a_quick_run_writes_everything(
     }  # fmt: skip
     assert report["settings"] == {
         "parts": [
-            *("attention", "model", "batch", "threads"),
+            *("attention", "model"),
             *["products"] * products.can_be_measured(),
         ],
         "quick": True,
         "rounds": 1,
         "dtypes": ["float32"],
         "model": "builtin:recall-4m",
-        "streams": 8,
     }
     assert [(case["kv_heads"], case["slots"]) for case in report["attention"]] == [
         (8, 256), (8, 4096), (2, 1024),
@@ -326,25 +312,14 @@ def test_a_quick_run_writes_everything(
     }
     assert set(report["prompt"]) == {model.DEFAULT, model.H2O, model.PLAIN}
     assert len(report["products"]) in (0, len(products.SHAPES))
-    assert len(report["threads"]) == len(threads.WORK) * len(threads.GAPS)
     # Two dtypes' speeds are missing.
-    assert set(report["batch"]) > {"streaming, no remainder"}
-    assert len(report["figures"]) == 2 + 4 + 2 + 6 + 1 + 1 + 2
-
-
-@needs_kernels
-def test_one_part_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "threads", "--rounds", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "after 1000 us" in printed
-    assert "MLX" not in printed
+    assert len(report["figures"]) == 2 + 4 + 2 + 6 + 1 + 1
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--only", "threads", "--out", "somewhere"], "--out draws"),
         (["--only", "model", "--model", "builtin:nothing"], "built in: builtin:recall-4m"),
     ],
 )
