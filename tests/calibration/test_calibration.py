@@ -149,7 +149,9 @@ def test_the_command_writes_a_profile_that_is_found_again(tmp_path, capsys):
     for file in (MODELS / "recall-4m").iterdir():
         if file.name != FILE_NAME:
             (folder / file.name).symlink_to(file)
-    command = ["calibrate", "--model", str(folder), "--tokens", "128"]
+    text = tmp_path / "short.txt"
+    text.write_text(CALIBRATION_TEXT.read_text()[:500])
+    command = ["calibrate", "--model", str(folder), "--text", str(text)]
     assert main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["profile"] == str(folder / FILE_NAME)

@@ -84,7 +84,7 @@ def test_a_size_in_bytes_has_a_model_measured_once(capsys, monkeypatch):
     assert "measuring heads: ended after" in said
     (name,) = kept()
     profile = mlx_h2o.Profile.load(profile_store.kept_folder() / name)
-    assert profile.details["quick"] is True
+    assert profile.details["text"] == "calibration.txt"
     again = make_prompt_cache(model_of(100), **SIZE)
     assert capsys.readouterr().err == ""
     assert budgets(again) == budgets(cache)
@@ -151,7 +151,7 @@ def test_a_measurement_that_fails_leaves_one_size_for_all(capsys, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("mlx_h2o.calibration.first_use.calibrate_quickly", broken)
+    monkeypatch.setattr("mlx_h2o.calibration.first_use.calibrated", broken)
     model = model_of(106)
     cache = make_prompt_cache(model, **SIZE, frames="none")
     assert "no memory" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_every_loss_of_a_head_is_weighed(monkeypatch):
     by = np.array([0.5, 1.0, 2.0, 4.0])
 
     def profile(felt):
-        monkeypatch.setattr(calibrate, "sensitivities", lambda *args: felt)
+        monkeypatch.setattr(calibrate, "sensitivities", lambda *args, **options: felt)
         return calibrate.calibrate(model, tokens, length=256)
 
     plain, weighed = profile(None), profile(by)

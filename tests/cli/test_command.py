@@ -18,7 +18,9 @@ from rich.table import Table
 import mlx_h2o
 from benchmarks import __main__ as benchmarks
 from mlx_h2o import _files
+from mlx_h2o.calibration import calibrate
 from mlx_h2o.cli import main, tables
+from mlx_h2o.loading.load import SAMPLE_TEXT
 
 EMBEDDED = ["--model", "builtin:recall-4m"]
 PROMPT = ["generate", *EMBEDDED, "--prompt", "Anne and Toby"]
@@ -108,7 +110,6 @@ def refusal(options, capsys, after_work=False):
         (["benchmarks", "--only", "model", "--out", "file"], "--out: cannot write into file"),
         (["calibrate", "--out", "no/such/folder/p.json"], "--out: there is no folder"),
         (["calibrate", "--show", "3"], "--show must be at least 12; got 3"),
-        (["calibrate", "--tokens", "5"], "--tokens must be at least 48; got 5"),
         (["inspect", "--out", "folder"], "no file that could be replaced"),
     ],
 )
@@ -128,10 +129,9 @@ def test_a_folder_where_nothing_can_be_written_is_refused(no_model, capsys):
     assert "cannot write" in refusal(["calibrate", "--out", f"{folder}/p.json"], capsys)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "benchmarks"])
-def test_a_missing_matplotlib_is_told_first(command, no_model, tmp_path, monkeypatch, capsys):
+def test_a_missing_matplotlib_is_told_first(no_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # import fails
-    assert "pip install matplotlib" in refusal([command, "--out", str(tmp_path)], capsys)
+    assert "pip install matplotlib" in refusal(["evaluate", "--out", str(tmp_path)], capsys)
 
 
 @pytest.mark.parametrize(
@@ -186,17 +186,19 @@ def test_a_calibration_survives_a_folder_that_went_away(tmp_path, monkeypatch, c
     """The check passed, and then the folder was removed while heads were measured."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    measure = mlx_h2o.calibrate
+    text = tmp_path / "short.txt"
+    text.write_text(SAMPLE_TEXT.read_text()[:400])
+    measure = calibrate.calibrated
 
     def meanwhile(*args, **options):
         profile = measure(*args, **options)
         shutil.rmtree(folder)
         return profile
 
-    monkeypatch.setattr("mlx_h2o.cli.calibrate.calibrate", meanwhile)
+    monkeypatch.setattr("mlx_h2o.cli.calibrate.calibrated", meanwhile)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     line = refusal(
-        ["calibrate", *EMBEDDED, "--tokens", "100", "--out", str(folder / "p.json")],
+        ["calibrate", *EMBEDDED, "--text", str(text), "--out", str(folder / "p.json")],
         capsys,
         after_work=True,
     )

@@ -21,6 +21,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -34,7 +37,7 @@ from mlx_h2o.budgets.profile import SMALLEST_BUDGET, LayerFrames, Measured, Prof
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration.checkpoint import CalibratedLayers, LayerLosses
 from mlx_h2o.calibration.retrieval_loss import echo_losses
-from mlx_h2o.calibration.scaling_build import frame_passes, frames_of_text
+from mlx_h2o.calibration.scaling_build import frame_passes, frame_tokens, frames_of_text
 from mlx_h2o.calibration.sensitivity import WINDOWS, sensitivities
 from mlx_h2o.calibration.trials import ORDERS, Rows, tried
 from mlx_h2o.hosts import routing
@@ -54,11 +57,12 @@ from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.slots.key_scaling import Frame, RowFormat
 from mlx_h2o.slots.packed import DEFAULT_GROUP_SIZE
 
-# Slots tried per head, as far as the text is long. (Beyond half of it too few tokens are evicted to
-# measure a loss, and many slots take the most time.)
-GRID = (SMALLEST_BUDGET, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-#: Tokens of one pass: as many as the context to calibrate for, within some minutes.
-LENGTH = 2048
+#: Slots tried per head, as far as the text is long. Steps are two thirds where most slots are
+#: bought; 768 slots take as long as all up to 192, and add hardly any information.
+GRID = (SMALLEST_BUDGET, 24, 48, 64, 96, 128, 192, 256, 384, 512)
+#: Tokens of one pass, and of the text that `calibrated` reads. Passes of 2,048, more of them and
+#: fourteen sizes took five times as long and bought nothing (docs/results/experiments.md).
+LENGTH = 1024
 # Errors are kept apart by position, in spans that double from here.
 FIRST_SPAN = 256
 #: Widths of rows whose loss from packing alone is measured.
@@ -66,12 +70,6 @@ PACKED_BITS = (4, 5, 6, 8)
 #: Time of the passes for key scaling, retrieval loss and a window of the sensitivities, as parts of
 #: that of the trials, about.
 FRAME_WORK, ECHO_WORK, WINDOW_WORK = 0.2, 0.1, 0.06
-#: A quick calibration, as at a model's first use (`calibration/first_use.py`): tokens of its one
-#: pass, slots tried, tokens read for key scaling, and windows for the sensitivities.
-#: docs/results/experiments.md has its loss. Steps are two thirds where most slots are bought; 768
-#: slots take as long as all up to 192, and add hardly any information.
-QUICK_LENGTH, QUICK_FRAME_TOKENS, QUICK_WINDOWS = 1024, 2048, 2
-QUICK_GRID = (SMALLEST_BUDGET, 24, 48, 64, 96, 128, 192, 256, 384, 512)
 METHOD = "output error of the policy itself, token by token"
 #: Where the model has gradients, so that its heads' sensitivities could be measured.
 METHOD_IN_NATS = f"{METHOD}, in nats of the predictions"
@@ -174,9 +172,7 @@ def calibrate(
     *,
     length: int = LENGTH,
     policy: str | Policy = DEFAULT_POLICY,
-    grid: Sequence[int] = GRID,
-    frame_tokens: Sequence[int] | None = None,
-    windows: int = WINDOWS,
+    framing: Sequence[int] | None = None,
     details: dict[str, Any] | None = None,
     progress: Progress | None = None,
     checkpoint: CalibratedLayers | None = None,
@@ -185,14 +181,11 @@ def calibrate(
 
     Args:
         model: An mlx-lm model.
-        tokens: A text; some 4000 tokens suffice.
-        length: The most tokens of one pass: as long as the context to calibrate for. Never more
-            than the model's trained context.
+        tokens: A text; a thousand tokens suffice.
+        length: The most tokens of one pass. Never more than the model's trained context.
         policy: A policy or its name.
-        grid: Slots to try, as far as the text is long.
-        frame_tokens: Some 4000 tokens of a varied text, like those that the model will see, for key
+        framing: Some 2000 tokens of a varied text, like those that the model will see, for key
             scaling; by default the same text.
-        windows: Windows of the text by which the heads' sensitivities are measured.
         details: Entries to note in the profile.
         progress: Called as the calibration goes on.
         checkpoint: Layers that an earlier run of the same calibration finished; new ones are added.
@@ -206,16 +199,16 @@ def calibrate(
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
     passes = mx.concatenate(windows_of(tokens, min(length, trained_context(model))))
     T, measured_on = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
-    framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
-    of_frames, of_echoes, of_windows, of_trials = _telling(progress, len(kinds), windows)
-    frames = frames_of_text(model, framing, progress=of_frames)
+    frame_text = frame_passes(model, tokens if framing is None else framing)
+    of_frames, of_echoes, of_windows, of_trials = _telling(progress, len(kinds))
+    frames = frames_of_text(model, frame_text, progress=of_frames)
     identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if checkpoint is None else checkpoint
     echoes = echo_losses(model, tokens, T, of_echoes)
-    felt = sensitivities(model, tokens, policy, windows, of_windows)
+    felt = sensitivities(model, tokens, policy, progress=of_windows)
     run = _Run(
         policy,
-        (*(b for b in grid if policy.least_budget() <= b < T), T),
+        (*(b for b in GRID if policy.least_budget() <= b < T), T),
         spans_of(T),
         frames_for(frames, T),
         at_hand,
@@ -223,53 +216,55 @@ def calibrate(
         group_size_of([k.widths for k in kinds]),
     )
     same = {"model": asdict(identity), "grid": run.grid, "orders": ORDERS, "policy": settings}
-    at_hand.begin(same | {"texts": [_digest(passes), _digest(framing)]})
+    at_hand.begin(same | {"texts": [_digest(passes), _digest(frame_text)]})
     routing.install()
     looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
     measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes, felt)
     return Profile.of(identity, run.grid, measured, _method(felt), measured_on | (details or {}))
 
 
-def calibrate_quickly(
-    model: nn.Module, tokens: Sequence[int], *, frame_tokens: Sequence[int], **options: Any
+def calibrated(
+    model: nn.Module, tokenizer: Any, text: Path, progress: Progress, **options: Any
 ) -> Profile:
-    """A calibration that reads less and tries less, as at a model's first use.
+    """A profile by a text file, as `mlx_h2o calibrate` and a model's first use make it.
 
     Args:
         model: An mlx-lm model.
-        tokens: A text; its first `QUICK_LENGTH` tokens are read.
-        frame_tokens: A varied text for key scaling; its first `QUICK_FRAME_TOKENS` are read.
+        tokenizer: Its tokenizer.
+        text: The file; its first `LENGTH` tokens are read. Key scaling is made from bundled texts.
+        progress: Called as the calibration goes on.
         options: Further arguments of `calibrate`.
 
     Raises:
         ValueError: As `calibrate`.
     """
+    about = {
+        "text": text.name,
+        "date": date.today().isoformat(),
+        "mlx-h2o": version("mlx-h2o"),
+    }
     return calibrate(
         model,
-        tokens[:QUICK_LENGTH],
-        length=QUICK_LENGTH,
-        grid=QUICK_GRID,
-        frame_tokens=frame_tokens[:QUICK_FRAME_TOKENS],
-        windows=QUICK_WINDOWS,
+        tokenizer.encode(text.read_text(encoding="utf-8"))[:LENGTH],
+        framing=frame_tokens(tokenizer),
+        details=about,
+        progress=progress,
         **options,
     )
 
 
-def _telling(
-    progress: Progress | None, layers: int, windows: int
-) -> tuple[Callable[[float], None], ...]:
+def _telling(progress: Progress | None, layers: int) -> tuple[Callable[[float], None], ...]:
     """Functions that report the progress of key scaling, echoes, windows and trials.
 
     Args:
         progress: Called with the steps done and the steps in all.
         layers: How many layers are measured.
-        windows: How many windows are read for the sensitivities.
 
     Returns:
         One function for each pass, called with the layers done; that of the windows with the part
         done, from 0 to 1.
     """
-    of_windows = WINDOW_WORK * windows * layers
+    of_windows = WINDOW_WORK * WINDOWS * layers
     whole = layers * (1 + FRAME_WORK + ECHO_WORK) + of_windows
 
     def after(start: float, work: float) -> Callable[[float], None]:

@@ -1,15 +1,13 @@
-"""A quickly measured profile for a model without one, when a size in bytes first needs it.
+"""A profile measured for a model without one, when a size in bytes first needs it.
 
 Without a profile all heads get the same number of slots, which at a quarter of the bytes costs
-several percent of perplexity on some models. A quick calibration reads fewer tokens and tries fewer
-numbers of slots than `mlx_h2o calibrate`; it is kept among this user's profiles.
+several percent of perplexity on some models. The profile is the one that `mlx_h2o calibrate` makes
+with its defaults; it is kept among this user's profiles.
 """
 
 from __future__ import annotations
 
 import sys
-from datetime import date
-from importlib.metadata import version
 from typing import Any
 
 import mlx.nn as nn
@@ -19,8 +17,7 @@ from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile, kept_place
 from mlx_h2o.budgets.tensor_parallel import ranks_of
-from mlx_h2o.calibration.calibrate import calibrate_quickly
-from mlx_h2o.calibration.scaling_build import frame_tokens
+from mlx_h2o.calibration.calibrate import calibrated
 from mlx_h2o.hosts.layer_probe import identity_by_kinds
 from mlx_h2o.hosts.recorder import (
     LEAST_TOKENS,
@@ -78,27 +75,14 @@ def _measured(model: nn.Module, identity: ModelIdentity) -> Profile | str:
     tokenizer: Any = model.mlx_h2o_tokenizer
     place = kept_place(identity)
     print(
-        f"{architecture(model)} has no profile yet: measuring quickly which of its heads need "
+        f"{architecture(model)} has no profile yet: measuring which of its heads need "
         f"memory (once, kept in {place.parent}). "
         'To do without: profile="never", or --profile never.',
         file=sys.stderr,
     )
-    details = {
-        "text": CALIBRATION_TEXT.name,
-        "date": date.today().isoformat(),
-        "mlx-h2o": version("mlx-h2o"),
-        "quick": True,
-    }
     try:
-        tokens = tokenizer.encode(CALIBRATION_TEXT.read_text(encoding="utf-8"))
         with progress_bar("measuring heads") as bar:
-            profile = calibrate_quickly(
-                model,
-                tokens,
-                frame_tokens=frame_tokens(tokenizer),
-                details=details,
-                progress=bar,
-            )
+            profile = calibrated(model, tokenizer, CALIBRATION_TEXT, bar)
     except Exception as error:  # any error of any model; its caches are made all the same
         print(f"It could not be measured: {error}", file=sys.stderr)
         return f"measuring the model failed ({type(error).__name__}: {error})"

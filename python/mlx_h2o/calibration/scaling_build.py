@@ -57,7 +57,7 @@ PARTS = 8
 FIRST = 4
 
 #: Passes and their length, read from the bundled texts.
-FRAME_PASSES, FRAME_LENGTH = 4, 1024
+FRAME_PASSES, FRAME_LENGTH = 2, 1024
 
 
 def frame_tokens(tokenizer: Any) -> list[int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,12 @@ from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.profile import FILE_NAME, SMALLEST_BUDGET, Profile
 from mlx_h2o.budgets.profile_store import place_for
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
-from mlx_h2o.calibration.calibrate import (
-    LENGTH,
-    QUICK_LENGTH,
-    calibrate,
-    calibrate_quickly,
-)
+from mlx_h2o.calibration.calibrate import calibrated
 from mlx_h2o.calibration.checkpoint import CalibratedLayers
-from mlx_h2o.calibration.scaling_build import frame_tokens
 from mlx_h2o.cli.options import add_model_option, load_model, read_text
 from mlx_h2o.cli.tables import show
 from mlx_h2o.hosts.layer_probe import identity_by_kinds
-from mlx_h2o.hosts.recorder import LEAST_TOKENS, profiled_kinds, require_weighable
+from mlx_h2o.hosts.recorder import profiled_kinds, require_weighable
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.policies import policy_names
 
@@ -46,24 +38,12 @@ def add_parser(commands: Any) -> None:
     add_model_option(parser)
     parser.add_argument(
         "--text", type=Path, default=CALIBRATION_TEXT, metavar="FILE",
-        help="a text like those the model will see (default: a bundled story)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens", type=int, default=2 * LENGTH, metavar="N",
-        help="use the first N tokens of it (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--length", type=int, default=LENGTH, metavar="N",
-        help="tokens of one pass: as many as the context that will be asked for; time grows with "
-        "its square (default: %(default)s)",
+        help="a text like those the model will see, whose beginning is read (default: a bundled "
+        "story)",
     )  # fmt: skip
     parser.add_argument(
         "--policy", choices=policy_names(), default=DEFAULT_POLICY, metavar="NAME",
         help="the policy that will run (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true",
-        help=f"as at a model's first use: {QUICK_LENGTH} tokens, fewer sizes, and much less time",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, metavar="FILE",
@@ -80,12 +60,10 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, write, show."""
-    text = read_text(args.text)
+    read_text(args.text)  # refuses what cannot be read, before a model is loaded
     if args.out:
         require_writable("--out", args.out)
-    least = {"tokens": LEAST_TOKENS, "length": LEAST_TOKENS, "show": SMALLEST_BUDGET}
-    for name, fewest in least.items():
-        _checks.whole(f"--{name}", getattr(args, name), fewest)
+    _checks.whole("--show", args.show, SMALLEST_BUDGET)
     model, tokenizer = load_model(args)
     kinds = profiled_kinds(model)
     require_weighable(model)
@@ -93,25 +71,10 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or place_for(model, identity)
     require_writable("--out", out)
     checkpoint = CalibratedLayers(out.with_name(out.name + ".part"))
-    details = {
-        "text": args.text.name,
-        "date": date.today().isoformat(),
-        "mlx-h2o": version("mlx-h2o"),
-        **({"quick": True} if args.quick else {}),
-    }
     with progress_bar("calibrating") as bar:
-        shared: dict[str, Any] = {
-            "policy": args.policy,
-            "frame_tokens": frame_tokens(tokenizer),
-            "checkpoint": checkpoint,
-            "details": details,
-            "progress": bar,
-        }
-        tokens = tokenizer.encode(text)[: args.tokens]
-        if args.quick:
-            profile = calibrate_quickly(model, tokens, **shared)
-        else:
-            profile = calibrate(model, tokens, length=args.length, **shared)
+        profile = calibrated(
+            model, tokenizer, args.text, bar, policy=args.policy, checkpoint=checkpoint
+        )
     write_kept(out, profile.save)
     checkpoint.end()
     if args.json:

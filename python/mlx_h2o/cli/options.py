@@ -165,7 +165,7 @@ def add_profile_option(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--profile", metavar="FILE|uniform|never",
         help="share slots out by this profile, or evenly; never: by the model's own, but measure "
-        "no model that has none (default: measure it for a size in bytes, quickly, once)",
+        "no model that has none (default: measure it for a size in bytes, once)",
     )  # fmt: skip
 
 
