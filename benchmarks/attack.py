@@ -4,19 +4,20 @@
 
 The server gets a bound for its KV memory and a folder for its sessions. At the same time
 
-- clients send prompts with known answers: each was sent alone before the attack began;
+- clients send random requests with every field (`random_requests.py`), go on from the answers, and
+  hang up; another server, which forgets everything before each conversation, has the right answers;
 - clients hold conversations of many turns, and send back the answers that they got;
 - fuzzers change one to three fields of a valid request into anything: integers from -10^400 to
   10^400, powers of ten and two, NaN, deep lists, texts, null, unknown roles and settings; and send
   bodies that are no JSON, with headers that lie;
 - slow senders stop in the middle of a request's head or body;
-- clients hang up in the middle of an answer;
+- a client hangs up in the middle of answers;
 - a process checks the server's bytes all the time;
 - the server is killed by SIGKILL every 20 seconds and started again on the same folder.
 
-It fails if a valid request gets an error, if an answer differs from the one given alone, if an
-answered turn is not found by the next one, if a request gets no answer or one in no known form, if
-the bytes exceed the bound, or if a slow sender is not disconnected.
+It fails if a valid request gets an error, if an answer differs from the right one, if an answered
+turn is not found by the next one, if a request gets no answer or one in no known form, if the bytes
+exceed the bound, or if a slow sender is not disconnected.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import random
 import re
 import signal
@@ -34,43 +36,43 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
+from benchmarks.random_requests import PLAIN, Asker, Reference, path_of, with_template
 from mlx_h2o._byte_size import memory_size
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
+from mlx_h2o.serve.launch import ServerSettings, serve
+from mlx_h2o.serve.listening import Server as Listening
+from mlx_h2o.serve.scheduler import EngineSettings, Scheduler
 
 #: Tokens of each answer, and of a conversation before its client begins another.
 ANSWER, LONGEST_CONVERSATION = 24, 900
 #: Tokens of a turn that its cache need not hold: those after the last step, or after a stop text.
 UNCOUNTED = 4
-#: Seconds between two checks of the bytes, between two lines of progress, and for one answer.
-LOOK_EVERY, TELL_EVERY, PATIENCE = 0.1, 30, 120
+#: Seconds between two checks of the bytes, two lying heads, two lines of progress; for one answer.
+LOOK_EVERY, LIE_EVERY, TELL_EVERY, PATIENCE = 0.1, 0.2, 30, 120
 #: A number of tokens that takes long, and seconds after which a client that asked for it hangs up.
 MANY_TOKENS, HURRY = 500, 10
 #: Seconds after which a silent sender must have been disconnected.
 SLOW_LIMIT = 150
+#: How many of the random requests' clients hang up.
+SHARE_CUT = 0.15
+#: Slots of most random requests, in which nothing that they say is evicted.
+ROOMY = 1024
 #: Resident memory that the process may use beyond the bound: weights, activations, MLX's pool.
 RESIDENT_SLACK_MB = 1500
 FINDINGS_SHOWN = 20
-#: Words of a prompt with a known answer.
-PROMPT_WORDS = 60
 
 
 class ServerGone(Exception):
     """The server was killed during the request."""
-
-
-def prompts(count: int) -> list[str]:
-    """Prompts from the bundled text."""
-    words = SAMPLE_TEXT.read_text(encoding="utf-8").split()
-    return [" ".join(words[40 * i : 40 * i + PROMPT_WORDS]) for i in range(count)]
 
 
 def resident_mb(pid: int) -> float:
@@ -191,15 +193,21 @@ def question(prompt: str, **fields: Any) -> dict[str, Any]:
 # -- clients with valid requests ------------------------------------------------------------------
 
 
-def ask_known(
-    server: Server, answers: dict[str, str], attacked: Attacked, rng: random.Random
-) -> None:
-    """Send a prompt whose answer is known."""
-    prompt, expected = rng.choice(list(answers.items()))
-    text = answered(server, question(prompt))["choices"][0]["text"]
-    attacked.counts["known answers"] += 1
-    if text != expected:
-        attacked.report(f"an answer differs from the one given alone: {text!r}, {expected!r}")
+def compare(server: Server, asker: Asker, attacked: Attacked, rng: random.Random) -> None:
+    """Send a random request and compare its answer; some clients hang up."""
+
+    def send(path: str, body: bytes) -> tuple[int, bytes]:
+        return server.exchange("POST", path, body)
+
+    if rng.random() < SHARE_CUT:
+        hang_up(server, asker.request() | {"max_tokens": 99}, attacked, rng)
+        return
+    before = asker.compared
+    finding = asker.ask(send)
+    attacked.counts["random requests"] += 1
+    attacked.counts["random requests, compared"] += asker.compared - before
+    if finding is not None:
+        attacked.report(f"an answer differs from the right one: {finding}")
 
 
 @dataclass
@@ -241,14 +249,14 @@ class Conversation:
         self.tokens, self.life = usage["total_tokens"], server.lives
 
 
-def hang_up(server: Server, attacked: Attacked, rng: random.Random) -> None:
+def hang_up(server: Server, body: dict[str, Any], attacked: Attacked, rng: random.Random) -> None:
     """Stream an answer and close the connection in its middle."""
     server.up.wait()
-    body = json.dumps(question("Once upon a time", max_tokens=400, stream=True)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    content = json.dumps(body | {"stream": True}).encode()
+    head = f"POST {path_of(body)} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
     try:
         with socket.create_connection(("127.0.0.1", server.port), 10) as client:
-            client.sendall(head.encode() + body)
+            client.sendall(head.encode() + content)
             client.recv(rng.randrange(1, 2000))
     except OSError as error:
         raise ServerGone from error
@@ -380,6 +388,7 @@ def lie(server: Server, attacked: Attacked, rng: random.Random) -> None:
     """Send a head that lies about the body."""
     length = rng.choice(("9" * 5000, "-5", "1e9", "0x10", "18446744073709551616", "12, 13", ""))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+    time.sleep(LIE_EVERY)
     server.up.wait()
     life = server.lives
     try:
@@ -483,12 +492,42 @@ def summary(attacked: Attacked) -> str:
     return ", ".join([*parts, f"findings {len(attacked.findings)}"])
 
 
-def attack(server: Server, bound: int, args: argparse.Namespace) -> Attacked:
+@contextmanager
+def reference(args: argparse.Namespace, templated: str) -> Iterator[Reference]:
+    """A server in a thread of this process that nobody attacks."""
+    ready: queue.SimpleQueue[tuple[Listening, Scheduler]] = queue.SimpleQueue()
+    engine = EngineSettings((args.model, templated), {"max_size": args.max_kv_size})
+    thread = threading.Thread(
+        target=serve,
+        args=(ServerSettings(engine, port=0), lambda *ends: ready.put(ends)),
+    )
+    thread.start()
+    listening, scheduler = ready.get(timeout=PATIENCE)
+
+    def send(path: str, body: bytes) -> tuple[int, bytes]:
+        connection = HTTPConnection("127.0.0.1", listening.server_port, timeout=PATIENCE)
+        with closing(connection):
+            connection.request("POST", path, body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def forget() -> None:
+        while scheduler.ledger.running:
+            time.sleep(0.01)
+        scheduler.call(scheduler.conversations.clear).result()
+
+    try:
+        yield Reference(send, forget)
+    finally:
+        listening.shutdown()
+        thread.join()
+
+
+def attack(
+    server: Server, right: Reference, templated: str, bound: int, args: argparse.Namespace
+) -> Attacked:
     """Run all clients at once."""
     attacked = Attacked()
-    answers = {
-        prompt: answered(server, question(prompt))["choices"][0]["text"] for prompt in prompts(8)
-    }
     end = time.monotonic() + 60 * args.minutes
     random_of = iter(random.Random(f"{args.seed}-{i}") for i in range(1000))
     actors: list[tuple[str, Callable[[], None]]] = []
@@ -496,8 +535,12 @@ def attack(server: Server, bound: int, args: argparse.Namespace) -> Attacked:
         if i % 2:
             actors.append(("talk", partial(Conversation().turn, server, attacked, next(random_of))))
         else:
-            actors.append(("ask", partial(ask_known, server, answers, attacked, next(random_of))))
-    for act in (*[fuzz] * args.fuzzers, lie, send_slowly, hang_up):
+            settings = {"max_size": ROOMY}
+            asker = Asker(next(random_of), templated, right, settings=settings)
+            actors.append(("ask", partial(compare, server, asker, attacked, next(random_of))))
+    long = question("Once upon a time", max_tokens=400)
+    actors.append(("hang up", partial(hang_up, server, long, attacked, next(random_of))))
+    for act in (*[fuzz] * args.fuzzers, lie, send_slowly):
         actors.append((act.__name__, partial(act, server, attacked, next(random_of))))
     actors.append(("look", partial(look, server, bound, attacked)))
     threads = [
@@ -511,13 +554,6 @@ def attack(server: Server, bound: int, args: argparse.Namespace) -> Attacked:
         thread.join(PATIENCE + SLOW_LIMIT)
         if thread.is_alive():
             attacked.report("a client waits for ever")
-    try:
-        again = [answered(server, question(prompt))["choices"][0]["text"] for prompt in answers]
-    except (OSError, HTTPException, RuntimeError) as error:
-        attacked.report(f"after the attack the server gives no answer: {error!r}")
-    else:
-        if again != [*answers.values()]:
-            attacked.report("after the attack the answers differ from those before it")
     if attacked.most_resident > bound / 2**20 + RESIDENT_SLACK_MB:
         attacked.report(f"the process took {attacked.most_resident:.0f} MB")
     return attacked
@@ -529,7 +565,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--fuzzers", type=int, default=4)
     parser.add_argument("--kill-every", type=float, default=20, metavar="SECONDS")
-    parser.add_argument("--model", default="builtin:recall-4m")
+    parser.add_argument("--model", default=PLAIN)
     parser.add_argument("--max-kv-size", type=int, default=256)
     parser.add_argument("--kv-memory", default="64MB")
     parser.add_argument("--port", type=int, default=8792)
@@ -540,10 +576,13 @@ def main() -> None:
         command = [sys.executable, "-m", "mlx_h2o", "serve", "--model", args.model]
         command += ["--port", str(args.port), "--max-kv-size", str(args.max_kv_size)]
         command += ["--kv-memory", args.kv_memory, "--sessions", str(Path(folder) / "sessions")]
+        templated = str(with_template(Path(folder) / "model"))
+        command += ["--model", templated]
         log = Path(folder) / "log"
         server = Server(command, args.port, log)
         try:
-            attacked = attack(server, bound, args)
+            with reference(args, templated) as right:
+                attacked = attack(server, right, templated, bound, args)
         except KeyboardInterrupt:
             raise SystemExit("broken off") from None
         finally:

@@ -7,13 +7,24 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.random_requests import (
+    PLAIN,
+    Asker,
+    Reference,
+    answers_to,
+    path_of,
+    with_template,
+)
 from mlx_h2o.serve.model import chunk_of
 from mlx_h2o.serve.sequence import Sequence
 from model_configs import config_of
@@ -28,151 +39,60 @@ ROOMY, NARROW = 4096, 40
 
 # -- one conversation after another ---------------------------------------------------------------
 
-PROMPTS = [words(0, 9), words(0, 30), words(5, 30), words(200, 50)]
-#: Values of each field that a request may have, and how often it has one.
-FIELDS: dict[str, tuple[float, list[Any]]] = {
-    "stop": (0.3, [" the", ",", "a", " and ", ["e ", "no"]]),
-    "n": (0.15, [2, 3]),
-    "top_p": (0.1, [0, 0.9]),
-    "top_k": (0.1, [1, 20]),
-    "min_p": (0.1, [0.05]),
-    "logit_bias": (0.1, [{"5": 3, "40": -3}]),
-    "repetition_penalty": (0.1, [1.2]),
-    "presence_penalty": (0.1, [0.5]),
-    "frequency_penalty": (0.1, [0.5]),
-    "logprobs": (0.1, [True]),
-    "stream": (0.3, [True]),
-    "response_format": (0.05, [{"type": "json_object"}]),
-    "mlx_h2o": (
-        0.3,
-        [
-            {"pins": {"spans": [[0, 3]]}}, {"pins": {"texts": ["the"]}}, {"max_size": 64},
-            {"policy": "streaming"}, {"undo": 4}, {"bits": 8, "group_size": 32},
-        ],
-    ),
-}  # fmt: skip
 
-
-def drawn_request(draw: random.Random) -> dict[str, Any]:
-    """One of few prompts, as a text or a chat, and some of the other fields."""
-    body: dict[str, Any] = {"max_tokens": draw.choice([1, 6, 17]), "temperature": 0}
-    if draw.random() < 0.25:
-        body |= {"temperature": 1.0, "seed": draw.randrange(3)}
-    for name, (share, values) in FIELDS.items():
-        if draw.random() < share:
-            body[name] = draw.choice(values)
-    prompt = draw.choice(PROMPTS)
-    if draw.random() < 0.5:
-        return body | {"prompt": prompt}
-    system = [{"role": "system", "content": "Be brief."}] if draw.random() < 0.4 else []
-    return body | {"messages": [*system, {"role": "user", "content": prompt}]}
-
-
-def next_request(draw: random.Random, body: dict[str, Any], text: str) -> dict[str, Any]:
-    """A request that goes on from an answer: with the next turn, or with the same one."""
-    if "prompt" in body:
-        return body | {"prompt": body["prompt"] + text + draw.choice(["", " and", ", so"])}
-    messages = [*body["messages"], {"role": "assistant", "content": text}]
-    if body["messages"][-1]["role"] == "assistant":
-        last = body["messages"][-1]["content"] + text
-        messages = [*body["messages"][:-1], {"role": "assistant", "content": last}]
-    if text.strip() and draw.random() < 0.4:
-        return body | {"messages": messages, "continue_final_message": True}
-    body = {name: value for name, value in body.items() if name != "continue_final_message"}
-    return body | {"messages": [*messages, {"role": "user", "content": "And then?"}]}
-
-
-def path_of(body: dict[str, Any]) -> str:
-    return "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-
-
-def answers_of(server: Running, body: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
-    """The texts of a request's answers with why each ended, and the tokens that were known."""
-    if body.get("stream"):
-        body = body | {"stream_options": {"include_usage": True}}
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", path_of(body), json.dumps(body))
-    response = connection.getresponse()
-    data = response.read().decode()
-    connection.close()
-    assert response.status == 200, data
-    if not body.get("stream"):
-        answer = json.loads(data)
-        texts = [(text_of(one, "message"), one["finish_reason"]) for one in answer["choices"]]
-        return texts, answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    answers, known = [("", "")] * body.get("n", 1), 0
-    for line in data.splitlines():
-        if line.startswith("data: {"):
-            event = json.loads(line.removeprefix("data: "))
-            if "usage" in event:
-                known = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-            for one in event["choices"]:
-                text, reason = answers[one["index"]]
-                text += text_of(one, "delta")
-                answers[one["index"]] = text, one["finish_reason"] or reason
-    return answers, known
-
-
-def text_of(choice: dict[str, Any], field: str) -> str:
-    return str(choice["text"] if "text" in choice else choice[field].get("content") or "")
+def send(server: Running, path: str, body: bytes) -> tuple[int, bytes]:
+    """The status and the whole answer."""
+    with closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("POST", path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
 
 
 def answer_of(server: Running, body: dict[str, Any]) -> tuple[str, str]:
-    ((answer,), _) = answers_of(server, body)
-    return answer
+    """The text of a completion, and why it ended."""
+    ((choice,), _) = answers_to(partial(send, server), body)
+    return choice["text"], choice["finish_reason"]
 
 
 def cut_off(server: Running, body: dict[str, Any]) -> None:
     """Ask for a stream, and hang up after its first piece."""
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", path_of(body), json.dumps(body | {"stream": True, "max_tokens": 99}))
-    connection.getresponse().readline()
-    connection.close()
+    body = body | {"stream": True, "max_tokens": 99}
+    with closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("POST", path_of(body), json.dumps(body))
+        connection.getresponse().readline()
 
 
-def same_answers(size: int, count: int, seed: int) -> int:
-    """Each answer of a server that has answered others is that of one that has just begun.
+def same_answers(size: int, count: int, seed: int, folder: Path) -> int:
+    """Compare answers with those of a server that has just begun; the number that were equal."""
+    draw, templated = random.Random(seed), str(with_template(folder / "model"))
+    settings: dict[str, Any] = {
+        "defaults": {"max_size": size, "budgets": "uniform"}, "models": (PLAIN, templated),
+    }  # fmt: skip
+    with serving(**settings) as server, serving(**settings) as fresh:
 
-    One that goes on from another answer is compared with a server that was asked for both alone.
-    Where tokens were evicted, the answers are equal if both went on from as many tokens: which were
-    evicted depends on where earlier requests stopped reading.
-    """
-    draw, expected = random.Random(seed), dict[str, Any]()
-    settings = {"max_size": size, "budgets": "uniform"}
-    turns, answers = list[dict[str, Any]](), list[tuple[str, str]]()
-    known, alike = list[int](), 0
-    with serving(defaults=settings) as server, serving(defaults=settings) as fresh:
+        def forget() -> None:
+            until(lambda: fresh.scheduler.ledger.running == 0)
+            fresh.scheduler.call(fresh.scheduler.conversations.clear).result()
+
+        asker = Asker(draw, templated, Reference(partial(send, fresh), forget), size == NARROW)
         for _ in range(count):
             if draw.random() < 0.2:
-                cut_off(server, drawn_request(draw))
-                continue
-            if 0 < len(turns) < 4 and draw.random() < 0.4:
-                turns.append(next_request(draw, turns[-1], answers[0][0]))
+                cut_off(server, asker.request())
             else:
-                turns, known = [drawn_request(draw)], []
-            key = json.dumps(turns, sort_keys=True)
-            if key not in expected:
-                until(lambda: fresh.scheduler.ledger.running == 0)
-                fresh.scheduler.call(fresh.scheduler.conversations.clear).result()
-                expected[key] = [answers_of(fresh, body) for body in turns]
-            answers, count = answers_of(server, turns[-1])
-            known.append(count)
-            if size == ROOMY or known[1:] == [count for _, count in expected[key]][1:]:
-                assert answers == expected[key][-1][0], json.dumps(turns, indent=1)
-                alike += 1
-    return alike
+                assert asker.ask(partial(send, server)) is None
+    return asker.compared
 
 
 @pytest.mark.parametrize("size", [ROOMY, NARROW])
-def test_each_answer_is_that_of_a_server_that_has_just_begun(size):
-    assert same_answers(size, 15, seed=size) > 9
+def test_each_answer_is_that_of_a_server_that_has_just_begun(size, tmp_path):
+    assert same_answers(size, 12, size, tmp_path) > 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [ROOMY, NARROW])
-def test_so_it_is_after_hundreds_of_requests(size, seed):
-    assert same_answers(size, 300, seed) > 150
+def test_so_it_is_after_hundreds_of_requests(size, seed, tmp_path):
+    assert same_answers(size, 300, seed, tmp_path) > 150
 
 
 def test_several_answers_go_on_from_the_same_caches(monkeypatch):
