@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mlx_h2o.loading.load import EMBEDDED_MODEL, MODELS, SAMPLE_TEXT
-from research.returning import Question, those_known
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 
 ROOT = Path(__file__).parents[2]
 TEXT = str(SAMPLE_TEXT)
-PROFILE = str(MODELS / "recall-4m" / "mlx_h2o_profile.json")
 MODEL = ("--model", EMBEDDED_MODEL)
 PAIR = ("--tokens", "96", "--samples", "2")
 
@@ -23,36 +21,22 @@ PAIR = ("--tokens", "96", "--samples", "2")
 RUNS = {
     "draw_frames": (("OUT", *MODEL), ""),
     "real_model rows": ((TEXT, *MODEL, *PAIR), "| "),
-    "real_model policies": ((TEXT, *MODEL, *PAIR), "| "),
-    "real_model shares": ((TEXT, PROFILE, *MODEL, *PAIR), "| "),
-    "real_model widths": ((TEXT, *MODEL, *PAIR, "--parts", "4"), "| "),
     "returning": (
         (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--prompts", "1"),
         "| ",
     ),
-    "returning --prose": (
-        (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--samples", "2"),
-        "| ",
-    ),
-    "sample_text": ((EMBEDDED_MODEL, "OUT", "--tokens", "32", "--length", "16"), ""),
 }
-#: Of seconds each; the others together take a minute and more.
-QUICK = {"sample_text"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_it_runs(name, tmp_path):
     given, last = RUNS[name]
     out = tmp_path / "out.png"
     arguments = [str(out) if one == "OUT" else one for one in given]
     module, *what = name.split()
-    # What it is to do comes first, an option last.
-    words = [*what, *arguments] if what and what[0][0] != "-" else [*arguments, *what]
     done = subprocess.run(
-        [sys.executable, "-m", f"research.{module}", *words],
+        [sys.executable, "-m", f"research.{module}", *what, *arguments],
         cwd=ROOT, text=True, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -74,12 +58,3 @@ def test_no_experiment_is_left_out():
         path.stem for path in (ROOT / "research").glob("*.py") if "__main__" in path.read_text()
     }
     assert there == {name.split()[0] for name in RUNS} | {"exact_kl"}
-
-
-def test_answers_that_the_full_cache_does_not_give_are_not_asked_for():
-    one = Question([1], [2], [([3], True), ([4], False), ([5], True)])
-    other = Question([6], [7], [([8], True)])
-    (kept,) = those_known([one, other], [0.0, 1.0, 0.0])
-    assert kept.text == [1]
-    # What stands between the answers is read all the same.
-    assert kept.pieces == [([3], False), ([4], False), ([5], True)]
