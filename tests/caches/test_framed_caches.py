@@ -253,7 +253,7 @@ def test_settings_that_do_not_go_with_a_frame_are_refused():
     with pytest.raises(ValueError, match="frame is for"):
         LAYER.feed(H2OKVCache(32, bits=8, group_size=32, frame=Frame.of(mx.ones((1, 3, 2, 64)))), 2)
     model = tiny_model("llama", head_dim=32)
-    frames = frames_of(model, [mx.arange(20)[None]])
+    frames = frames_of(model, mx.arange(20)[None])
     for given, text in (
         (frames[:1], "has 1 entries"),
         ("static", "frames must be"),
@@ -268,10 +268,10 @@ def test_settings_that_do_not_go_with_a_frame_are_refused():
 def test_layers_with_attention_sinks_get_frames_without_a_centre():
     model = tiny_model("gpt_oss", head_dim=32)
     tokens = mx.random.randint(0, 100, (1, 30), key=mx.random.key(2))
-    frames = frames_of(model, [tokens])
+    frames = frames_of(model, tokens)
     assert [frame is None for frame in frames] == [True, False, True, False]
     assert not any(frame.moves for frame in frames if frame)
-    assert all(frame.moves for frame in frames_of(tiny_model("llama"), [tokens]))
+    assert all(frame.moves for frame in frames_of(tiny_model("llama"), tokens))
     caches = make_prompt_cache(model, 24, bits=8, group_size=32, frames=frames)
     assert mx.allclose(model(tokens[:, :20], cache=caches), model(tokens[:, :20]), atol=0.3)
     with pytest.raises(ValueError, match="RotatingKVCache"):
@@ -281,7 +281,7 @@ def test_layers_with_attention_sinks_get_frames_without_a_centre():
 def test_a_models_caches_get_their_frames():
     model = tiny_model("llama", head_dim=32)
     tokens = mx.random.randint(0, 100, (1, 40), key=mx.random.key(1))
-    frames = frames_of(model, [tokens])
+    frames = frames_of(model, tokens)
     caches = make_prompt_cache(model, 24, bits=8, group_size=32, frames=frames)
     assert [cache.frame for cache in caches] == frames
     full = model(tokens[:, :20])

@@ -62,7 +62,7 @@ def test_bytes_of_a_row_are_those_it_is_packed_in():
 def test_frames_are_made_of_what_a_model_caches():
     model = tiny_model("llama")
     tokens = mx.random.randint(0, 100, (1, 30), key=mx.random.key(4))
-    frames = frames_of(model, [tokens[:, :15], tokens[:, 15:]])
+    frames = frames_of(model, tokens.reshape(2, 15))
     assert len(frames) == len(model.layers)
     assert frames[0].centre.shape == (2, 12)
     assert (frames[0].scale > 10 * LEAST_SCALE).all()

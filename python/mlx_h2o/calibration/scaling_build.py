@@ -33,7 +33,7 @@ from mlx_h2o.budgets.profile import (
 from mlx_h2o.budgets.profile_store import KeptOfModel
 from mlx_h2o.calibration.scaling_fit import FrameSample, KeyUse, fitted
 from mlx_h2o.hosts import routing
-from mlx_h2o.hosts.loaded import is_plain, logits_of, restored
+from mlx_h2o.hosts.loaded import is_plain
 from mlx_h2o.hosts.recorder import (
     LookingCache,
     Watcher,
@@ -100,52 +100,23 @@ def frames_of_text(
     return {context: tuple(layer[context] for layer in layers) for context in contexts}
 
 
-def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None]:
-    """Key scaling for each layer, for contexts no longer than a text's passes.
+def frames_of(model: nn.Module, passes: mx.array) -> list[Frame | None]:
+    """Key scaling for each of a model's caches, for contexts no longer than a text's passes.
 
     Args:
-        model: An mlx-lm model.
-        passes: Token ids `[B, T]`, each at positions 0 to T - 1.
+        model: An mlx-lm model that mlx_h2o can route.
+        passes: Token ids `[B, T]`, all at positions 0 to T - 1.
 
     Returns:
-        One entry a layer; None if it has no plain `KVCache`, or computes attention without mlx_h2o.
-        Beside attention sinks and capped logits there is no centre.
+        One entry a cache; None if it is no plain `KVCache`. Beside attention sinks and capped
+        logits there is no centre.
     """
-    routing.install()
-    layers = [_Sampling() if is_plain(entry) else None for entry in stock_caches(model)]
-    for tokens in passes:
-        stock = zip(layers, stock_caches(model), strict=True)
-        with restored(model):
-            mx.eval(logits_of(model, tokens, [layer or entry for layer, entry in stock]))
-    return [layer.frame() if layer else None for layer in layers]
-
-
-class _Sampling(LookingCache):
-    """A looking cache that keeps its layer's keys, and their use, over all passes."""
-
-    knows_softcap = True
-
-    def __init__(self) -> None:
-        self.keys: list[mx.array] = []
-        self.uses: list[KeyUse] = []
-        self.centred = True
-
-    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        self.keys.append(keys.astype(mx.float32))
-        out, use = KeyUse.attended(call, keys, values)
-        self.uses.append(use)
-        self.centred = _can_be_centred(call)
-        return out
-
-    def frame(self) -> Frame | None:
-        """Key scaling from all keys seen, or None without any."""
-        if not self.keys:
-            return None
-        weights, queries = (
-            [getattr(use, of) for use in self.uses] for of in ("weights", "queries")
-        )
-        sample = sample_of(self.keys, weights, queries)
-        return fitted(Frame.of(*self.keys, centred=self.centred), sample, self.centred)
+    T = passes.shape[1]
+    layers = iter(frames_of_text(model, passes, (T,))[T])
+    frames: list[Frame | None] = []
+    for entry in stock_caches(model):
+        frames.append(Frame(*map(mx.array, next(layers))) if is_plain(entry) else None)
+    return frames
 
 
 class _Framing(LookingCache):
