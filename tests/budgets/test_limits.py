@@ -269,7 +269,7 @@ def test_flags(name, text):
                 args = PARSER.parse_args(["generate", f"--{name}={text}"])
         except SystemExit:
             raise ValueError(refused.getvalue().splitlines()[-1]) from None
-        cache_settings(args, 64)
+        cache_settings(args)
 
     ends_well(FLAGS[name], parse)
 
@@ -287,7 +287,7 @@ def test_flags_of_a_policy(name, text):
                 args = PARSER.parse_args(["generate", given])
         except SystemExit:
             raise ValueError(refused.getvalue().splitlines()[-1]) from None
-        cache_settings(args, 64)
+        cache_settings(args)
 
     ends_well(name, parse)
 

@@ -163,7 +163,7 @@ def test_a_cache_that_cannot_be_saved_is_refused_before_it_is_filled(tmp_path, m
     class Foreign:
         """A model's own kind of cache, in a file that mlx-lm does not know."""
 
-    monkeypatch.setattr("mlx_h2o.cli.generate.bounded_cache", lambda *_: [Foreign()])
+    monkeypatch.setattr("mlx_h2o.cli.generate.bounded_caches", lambda *_: [Foreign()])
     line = refusal([*PROMPT, "--save-prompt-cache", str(tmp_path / "chat")], capsys)
     assert "Cannot save a Foreign" in line
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_sampler
 
 from mlx_h2o._files import cache_folder, require_writable
 from mlx_h2o._progress import progress_bar
@@ -23,16 +22,16 @@ from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
     add_reading_option,
-    bounded_cache,
     cache_settings,
     load_model,
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
+from mlx_h2o.cli.sampling import add_sampling_options, sampler_of
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
+from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.slots.pins import Span
 
-DEFAULT_MAX_KV_SIZE = 512
 PROMPT = "> "
 # Tokens that at least this share of the heads holds are shown as remembered.
 REMEMBERED = 0.5
@@ -60,13 +59,7 @@ def add_parser(commands: Any) -> None:
     )
     add_model_option(parser)
     parser.add_argument("--system-prompt", metavar="TEXT", help="the system prompt")
-    parser.add_argument(
-        "--max-tokens", "-m", type=int, default=256, metavar="N",
-        help="most tokens of an answer (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p of sampling")
-    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
+    add_sampling_options(parser, max_tokens=256)
     parser.add_argument(
         "--carry", type=typed(checked_carry, "a number from 0 to 1, or reset"), default=1.0,
         metavar="PART", help="how much of the past counts in each new turn (default: all of it)",
@@ -74,7 +67,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--load", metavar="FILE", type=Path, help="go on with a conversation that was saved"
     )
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_cache_options(parser)
     add_reading_option(parser)
     add_pin_options(parser)
     parser.set_defaults(run=run)
@@ -82,22 +75,17 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Chat until the user ends it."""
-    if args.max_tokens < 1:
-        raise ValueError("--max-tokens must be at least 1.")
-    if args.seed is not None:
-        mx.random.seed(args.seed)
-    rules, settings = pin_rules(args), cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    rules, settings, sampler = pin_rules(args), cache_settings(args), sampler_of(args)
     model, tokenizer = load_model(args)
     dialogue = Dialogue(
         model,
         tokenizer,
-        lambda: bounded_cache(model, settings),
+        lambda: bounded_caches(model, settings),
         args.system_prompt,
         rules,
         args.carry,
         args.reading,
     )
-    sampler = make_sampler(args.temp, args.top_p)
     if args.load is not None:
         dialogue.load(args.load, args.model)
     print(f"{args.model}; {dialogue.memory}; /help lists the commands.", flush=True)

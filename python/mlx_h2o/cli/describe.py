@@ -10,12 +10,10 @@ from mlx_h2o.caches.describe import describe
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
-    bounded_cache,
     cache_settings,
     load_model,
 )
-
-DEFAULT_MAX_KV_SIZE = 512
+from mlx_h2o.models.make import bounded_caches
 
 
 def add_parser(commands: Any) -> None:
@@ -29,15 +27,15 @@ def add_parser(commands: Any) -> None:
     add_model_option(parser)
     parser.add_argument("--all", action="store_true", help="tell every layer")
     parser.add_argument("--json", action="store_true", help="print every layer as JSON")
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_cache_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Make the cache, and describe it."""
-    settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    settings = cache_settings(args)
     model, _ = load_model(args)
-    described = describe(bounded_cache(model, settings))
+    described = describe(bounded_caches(model, settings))
     if args.json:
         print(json.dumps([vars(layer) for layer in described]))
     elif args.all:

@@ -6,16 +6,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.sample_utils import make_sampler
 
-from mlx_h2o import _checks
 from mlx_h2o._files import require_writable, write_kept
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.settings import ModelSettings
@@ -30,18 +28,17 @@ from mlx_h2o.cli.options import (
     add_model_option,
     add_reading_option,
     argument_text,
-    bounded_cache,
     cache_settings,
     input_text,
     load_model,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
+from mlx_h2o.cli.sampling import add_sampling_options, sampler_of
 from mlx_h2o.compression.reading import read_and_generate
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
+from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.models.trained_length import past_training
-
-DEFAULT_MAX_KV_SIZE = 512
 
 
 def add_parser(commands: Any) -> None:
@@ -57,23 +54,8 @@ def add_parser(commands: Any) -> None:
         "--prompt", "-p", metavar="TEXT", help='the message; "-" reads standard input'
     )
     parser.add_argument("--system-prompt", metavar="TEXT", help="for the model's chat template")
-    parser.add_argument(
-        "--max-tokens", "-m", type=int, default=100, metavar="N",
-        help="tokens to generate at most; -1 is no limit (default: %(default)s)",
-    )  # fmt: skip
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temp",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0 takes the likeliest token (the default)",
-    )
-    sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="among the likeliest that make up P"
-    )
-    sampling.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_sampling_options(parser, max_tokens=100)
+    add_cache_options(parser)
     add_reading_option(parser)
     add_pin_options(parser)
     parser.add_argument(
@@ -93,20 +75,18 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Generate, report, save."""
     check_options(args)
-    rules = pin_rules(args)
-    if args.seed is not None:
-        mx.random.seed(args.seed)
+    rules, sampler = pin_rules(args), sampler_of(args)
     resumed = args.prompt_cache_file is not None and args.prompt_cache_file.exists()
     # Whether the user gave a size is known only before a default takes its place.
     describes_memory = given_options(args)
-    settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    settings = cache_settings(args)
     model, tokenizer = load_model(args)
     if resumed:
         cache = resumed_cache(args, model, tokenizer)
         if describes_memory:
             print_differences(args, cache, model, settings)
     else:
-        cache = bounded_cache(model, settings)
+        cache = bounded_caches(model, settings)
     if args.save_prompt_cache is not None:
         require_savable(cache)
     prompt, messages = prompt_tokens(args, tokenizer, resumed)
@@ -115,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         offset = max(entry.offset for _, entry in bounded_layers(cache))
         pin(cache, spans_for(rules, tokenizer, prompt, messages, offset))
     text, tokens, reading = "", [], PeakMemory(describe(cache).nbytes)
-    responses, first, prompt_read = begin(args, model, tokenizer, prompt, cache)
+    responses, first, prompt_read = begin(args, model, tokenizer, prompt, cache, sampler)
     peak = reading.most
     for response in chain([first], responses):
         text += response.text
@@ -142,7 +122,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def begin(
-    args: argparse.Namespace, model: nn.Module, tokenizer: Any, prompt: list[int], cache: list[Any]
+    args: argparse.Namespace,
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: list[int],
+    cache: list[Any],
+    sampler: Callable[[mx.array], mx.array],
 ) -> tuple[Iterator[Any], Any, dict[str, Any]]:
     """Read the prompt, once or twice, and generate the first token.
 
@@ -152,6 +137,7 @@ def begin(
         tokenizer: Its tokenizer.
         prompt: The prompt's tokens.
         cache: The model's caches.
+        sampler: Chooses tokens from log-probabilities.
 
     Returns:
         The responses that follow, the first one, and how the prompt was read, for the report.
@@ -161,7 +147,7 @@ def begin(
         responses, readings = read_and_generate(
             *(model, tokenizer, prompt, cache, args.reading, bar),
             max_tokens=args.max_tokens,
-            sampler=make_sampler(args.temp, args.top_p),
+            sampler=sampler,
         )
         first = next(responses)
     return (
@@ -177,19 +163,11 @@ def begin(
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for values that would fail only after the model is loaded."""
-    if args.max_tokens == 0 or args.max_tokens < -1:
-        raise ValueError("--max-tokens must be at least 1, or -1 for no limit.")
-    if args.temp < 0:
-        raise ValueError("--temp must not be negative; 0 takes the likeliest token.")
-    if not 0 < args.top_p <= 1:
-        raise ValueError("--top-p must be above 0 and at most 1.")
     if args.prompt is None:
         raise ValueError(
             'a prompt is needed: --prompt "Once upon a time", or --prompt - to read it from '
             "standard input."
         )
-    if args.seed is not None:
-        _checks.whole("--seed", args.seed, 0)
     if args.save_prompt_cache is not None:
         require_writable("--save-prompt-cache", args.save_prompt_cache)
     resumed = args.prompt_cache_file
@@ -219,7 +197,7 @@ def print_differences(
     """
     of_file, by_options = (
         [str(layer.reason) for layer in describe(entries)]
-        for entries in (cache, bounded_cache(model, settings))
+        for entries in (cache, bounded_caches(model, settings))
     )
     if of_file != by_options:
         print(

@@ -14,14 +14,15 @@ from mlx_h2o.chat.kept_tokens import Trace, trace
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
-    bounded_cache,
     cache_settings,
     load_model,
     read_text,
 )
 from mlx_h2o.loading.load import SAMPLE_TEXT
+from mlx_h2o.models.make import bounded_caches
 
-DEFAULT_MAX_KV_SIZE = 128
+#: Tokens of a conversation where no size is given.
+DEFAULT_SIZE = 128
 
 
 def add_parser(commands: Any) -> None:
@@ -54,7 +55,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--all", action="store_true", help="print every layer's count, not a summary of five lines"
     )
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_cache_options(parser, DEFAULT_SIZE)
     parser.set_defaults(run=run)
 
 
@@ -63,10 +64,10 @@ def run(args: argparse.Namespace) -> None:
     if args.tokens < 1 or args.prefill < 1:
         raise ValueError("--tokens and --prefill must be at least 1.")
     require_writable("--out", args.out)
-    settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    settings = cache_settings(args)
     text = read_text(args.text)
     model, tokenizer = load_model(args)
-    cache = bounded_cache(model, settings)
+    cache = bounded_caches(model, settings)
     tokens = tokenizer.encode(text, truncation=True, max_length=args.tokens)
     with progress_bar("reading", "tokens", transient=True) as bar:
         result = trace(

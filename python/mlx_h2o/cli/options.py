@@ -20,7 +20,6 @@ from mlx_h2o.caches.trained_length import PastTraining
 from mlx_h2o.compression.reading import LONGEST, READINGS, SECONDS
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import DEFAULT_MODEL, EMBEDDED_MODEL, load
-from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.policies import make_policy, policy_names
 from mlx_h2o.slots.packed import BITS, UNPACKED
 
@@ -34,6 +33,8 @@ OPTION_OF = {
     "positions": "--positions",
     "spill": "--spill",
 }
+#: The size of a conversation where none is given, in tokens.
+USUAL_SIZE = 512
 #: Settings of the cache that are written behind the policy's fields.
 RARE = ("remainder", "k_bits", "v_bits", "recent_bits", "group_size", "undo")
 
@@ -72,7 +73,7 @@ def settle_model(args: argparse.Namespace) -> str:
 
 
 def add_cache_options(
-    parser: argparse.ArgumentParser, default_size: int, many: bool = False
+    parser: argparse.ArgumentParser, default_size: int = USUAL_SIZE, many: bool = False
 ) -> None:
     """Add the options of the cache's size, policy and remainder.
 
@@ -81,6 +82,7 @@ def add_cache_options(
         default_size: The default size in tokens.
         many: Whether the command holds several conversations, so that `--kv-memory` bounds all.
     """
+    parser.set_defaults(default_size=default_size)
     group = parser.add_argument_group("memory")
     _add_size_options(group, default_size, many)
     group.add_argument(
@@ -222,14 +224,14 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     return load(settle_model(args))
 
 
-def cache_options(args: argparse.Namespace, default_size: int) -> dict[str, Any]:
+def cache_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `make_prompt_cache` that were given, with the default size if there is none.
 
     Raises:
         ValueError: A number is too small; the message names the option.
     """
     if args.max_kv_size is None and args.conversation_memory is None:
-        args.max_kv_size = default_size
+        args.max_kv_size = args.default_size
     for name in ("max_kv_size", "context"):
         if getattr(args, name) is not None:
             _checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
@@ -250,7 +252,7 @@ def cache_options(args: argparse.Namespace, default_size: int) -> dict[str, Any]
     return {name: value for name, value in options.items() if value is not None}
 
 
-def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings:
+def cache_settings(args: argparse.Namespace) -> ModelSettings:
     """The settings that the options describe, with the default size if they name none.
 
     A line on stderr says if rolling positions turn off the default remainder.
@@ -258,16 +260,11 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
     Raises:
         ValueError: The settings are invalid; the message names the option.
     """
-    options = cache_options(args, default_size)
+    options = cache_options(args)
     settings = ModelSettings.of(**options)
     if args.positions == "rolling" and "remainder" not in options:
         print("--positions rolling: evicted tokens leave no remainder.", file=sys.stderr)
     return settings
-
-
-def bounded_cache(model: nn.Module, settings: ModelSettings) -> list[Any]:
-    """A cache with these settings."""
-    return bounded_caches(model, settings)
 
 
 def in_options(message: str, args: argparse.Namespace) -> str:

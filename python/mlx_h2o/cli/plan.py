@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from mlx_h2o import _checks
-from mlx_h2o.cli.describe import DEFAULT_MAX_KV_SIZE
 from mlx_h2o.cli.options import add_cache_options, add_model_option, cache_settings, load_model
 from mlx_h2o.models.memory_plan import USUAL_CHUNK, planned_memory
 
@@ -31,13 +30,13 @@ def add_parser(commands: Any) -> None:
         help="tokens that are read at once (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the bytes as JSON")
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_cache_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Plan, and print the plan."""
-    settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    settings = cache_settings(args)
     prompt = _checks.whole("--prompt-tokens", args.prompt_tokens, 1, _checks.MOST_TOKENS)
     chunk = _checks.whole("--chunk", args.chunk, 1, _checks.MOST_TOKENS)
     model, _ = load_model(args)

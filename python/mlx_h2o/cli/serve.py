@@ -27,7 +27,8 @@ from mlx_h2o.cli.sessions import days
 from mlx_h2o.loading.gguf import SUFFIX
 from mlx_h2o.loading.load import model_path, require_model
 
-DEFAULT_MAX_KV_SIZE = 1024
+#: Tokens of a conversation where no size is given.
+DEFAULT_SIZE = 1024
 #: The environment variable of the key, since other users can see a process's arguments.
 KEY_VARIABLE = "MLX_H2O_API_KEY"
 
@@ -83,7 +84,7 @@ def add_parser(commands: Any) -> None:
         help="serve prompts longer than those on which the model was trained (default: 400)",
     )  # fmt: skip
     _add_access_options(server)
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE, many=True)
+    add_cache_options(parser, DEFAULT_SIZE, many=True)
     add_reading_option(server)
     server.add_argument(
         "--pin-role", action="append", default=[], metavar="ROLE",
@@ -243,5 +244,5 @@ def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: The settings are invalid.
     """
-    cache_settings(args, DEFAULT_MAX_KV_SIZE)  # checks them
-    return cache_options(args, DEFAULT_MAX_KV_SIZE)
+    cache_settings(args)  # checks them
+    return cache_options(args)
