@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
+from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.slots.softmax import Mask
 
 
@@ -46,18 +47,21 @@ class AttentionCall(NamedTuple):
 
 
 class Looking(ABC):
-    """A cache that receives routed attention calls as one `AttentionCall`."""
+    """A cache that receives routed attention calls, each as one `AttentionCall`."""
 
+    #: Whether attention is routed to this cache.
     attending: ClassVar[bool] = True
+    #: Whether it works within mx.compile, mx.grad and mx.vmap (`attention/tracing.py`).
+    traceable: ClassVar[bool] = True
 
     @abstractmethod
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """Take one attention call with its new rows; return its output `[B, Hq, L, Dv]`.
+        """Take one attention call; return its output `[B, Hq, L, Dv]`.
 
         Args:
             call: Queries `[B, Hq, L, D]`, scale, mask, sinks and softcap.
-            keys: `[B, H, L, D]`.
-            values: `[B, H, L, Dv]`.
+            keys: The keys that `update_and_fetch` returned, or keys derived from them.
+            values: The values that `update_and_fetch` returned, or values derived from them.
         """
 
     def attend(
@@ -67,19 +71,29 @@ class Looking(ABC):
         values: mx.array,
         *,
         scale: float,
-        mask: Any,
-        sinks: Any,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
         softcap: float = 0.0,
     ) -> mx.array:
-        """The entry point of routing (`H2OKVCache.attend`).
+        """Attend to the rows of the cache, the new ones included: the entry point of routing.
 
         Args:
             q: Queries `[B, Hq, L, D]`.
-            keys: `[B, H, L, D]`.
-            values: `[B, H, L, Dv]`.
+            keys: The keys that `update_and_fetch` returned, or keys derived from them.
+            values: The values that `update_and_fetch` returned, or values derived from them.
             scale: Factor on q.k.
-            mask: None, "causal" or an array.
+            mask: None, "causal" or an array, of which bounded caches read only the last L columns,
+                since kept slots are always visible.
             sinks: Attention-sink logits `[Hq]`.
-            softcap: c of logits capped softly, or 0.
+            softcap: c of logits capped softly, or 0 (`AttentionCall`).
+
+        Returns:
+            `[B, Hq, L, Dv]`.
+
+        Raises:
+            RuntimeError: Within mx.compile, mx.grad or mx.vmap, unless the cache is traceable;
+                there are no rows to attend to; or the keys are not those that were returned.
         """
+        if not self.traceable and tracing():
+            raise RuntimeError(REFUSED)
         return self.look(AttentionCall(q, scale, mask, sinks, softcap), keys, values)

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from mlx_h2o import _checks
 from mlx_h2o.attention.backends.choice import pack
+from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings, packing_of
@@ -33,7 +34,6 @@ from mlx_h2o.slots.packed import Packing
 from mlx_h2o.slots.pins import Span, checked_spans, joined, without
 from mlx_h2o.slots.remainder import SATURATION, Remainder
 from mlx_h2o.slots.slot_store import Run, SlotStore
-from mlx_h2o.slots.softmax import Mask
 from mlx_h2o.spill.setting import Spill, spill_setting
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ NO_KV_BITS = (
 )
 
 
-class BoundedKVCache:
+class BoundedKVCache(Looking):
     """The bounded memory of one layer, with the methods that mlx-lm needs of a cache.
 
     Subclasses define how rows come in and how queries attend to them.
@@ -87,8 +87,7 @@ class BoundedKVCache:
             undo that is negative or that this model cannot have.
     """
 
-    #: Whether attention is routed to this cache.
-    attending: ClassVar[bool] = True
+    traceable = False
     #: The value of "own" in a file. True: queries attend to the cached rows (known once rows came);
     #: False: to keys derived from them; None: the model computes attention itself.
     own: ClassVar[bool | None] = True
@@ -272,36 +271,8 @@ class BoundedKVCache:
         """
         raise NotImplementedError
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Mask = None,
-        sinks: mx.array | None = None,
-        softcap: float = 0.0,
-    ) -> mx.array:
-        """Attend to the rows held, then choose the tokens to evict.
-
-        Args:
-            q: `[B, Hq, L, D]`.
-            keys: The keys that `update_and_fetch` returned, or keys derived from them.
-            values: The values that `update_and_fetch` returned, or values derived from them.
-            scale: Factor on q.k.
-            mask: None, "causal" or an array, of which only the last L columns are read, since kept
-                slots are always visible.
-            sinks: Attention-sink logits `[Hq]`.
-            softcap: c of logits capped softly, or 0 (`AttentionCall`).
-
-        Returns:
-            `[B, Hq, L, Dv]`.
-
-        Raises:
-            RuntimeError: Within mx.compile, mx.grad or mx.vmap; there are no rows to attend to; or
-                the keys are not those that were returned.
-        """
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        """Attend to the rows held, then choose the tokens to evict; as in `Looking`."""
         raise RuntimeError(f"A {type(self).__name__} is for a model that attends by itself.")
 
     # -- mlx-lm's cache protocol ------------------------------------------------------------------

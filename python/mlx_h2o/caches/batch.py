@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
-from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.attention.tracing import REFUSED, tracing
+from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.caches.base import NO_KV_BITS, NOT_ASKED, BoundedKVCache
 from mlx_h2o.layer.step import decode_together
 from mlx_h2o.slots.softmax import Mask
 
 
-class BatchH2OKVCache:
+class BatchH2OKVCache(Looking):
     """The caches of B sequences in one layer, in place of mlx-lm's `BatchKVCache`.
 
     `H2OKVCache.merge` makes it, as mlx-lm's `BatchGenerator` and server do. Rows come for all
@@ -33,8 +32,7 @@ class BatchH2OKVCache:
         ValueError: One is not such a cache, or holds several sequences.
     """
 
-    #: Whether attention is routed to this cache.
-    attending: ClassVar[bool] = True
+    traceable = False
 
     def __init__(self, caches: Sequence[BoundedKVCache]):
         for cache in caches:
@@ -173,43 +171,20 @@ class BatchH2OKVCache:
         self._handed = keys, values
         return self._handed
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Mask = None,
-        sinks: mx.array | None = None,
-        softcap: float = 0.0,
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         """Attend to each sequence's own rows; padding gets zeros.
 
-        Args:
-            q: `[B, Hq, L, D]`.
-            keys: The keys that `update_and_fetch` returned.
-            values: The values that `update_and_fetch` returned.
-            scale: Factor on q.k.
-            mask: As in `H2OKVCache`; an array may have a batch of 1 or B.
-            sinks: Attention-sink logits `[Hq]`.
-            softcap: As in `H2OKVCache`.
-
-        Returns:
-            `[B, Hq, L, Dv]`.
+        Arguments as in `Looking`; an array mask may have a batch of 1 or B.
 
         Raises:
-            RuntimeError: As in `H2OKVCache`.
             ValueError: The rows differ from those held in type, or the size does not suit them.
         """
-        if tracing():
-            raise RuntimeError(REFUSED)
         handed, self._handed = self._handed, None
         if handed is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
         if keys is not handed[0] or values is not handed[1]:
             raise RuntimeError("This model attends to keys derived from the cached ones.")
-        call, length = AttentionCall(q, scale, mask, sinks, softcap), q.shape[2]
+        mask, length = call.mask, call.q.shape[2]
         own = list(self._own_rows(length))
         if length == 1 and mask is None and all(rows.stop > rows.start for rows in own):
             layers = [cache.layer for cache in self.caches]
@@ -219,7 +194,7 @@ class BatchH2OKVCache:
                 if out is not None:
                     self._came(own)
                     return out
-        parts = zip(self.caches, own, _each(q), _each(keys), _each(values), strict=True)
+        parts = zip(self.caches, own, _each(call.q), _each(keys), _each(values), strict=True)
         outs = []
         for i, (cache, rows, *one) in enumerate(parts):
             mine = call.of_sequence(one[0], _mask_of(mask, i, rows, length))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
@@ -16,7 +15,6 @@ from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.layer import eviction
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.step import update_and_attend
-from mlx_h2o.slots.softmax import Mask
 
 if TYPE_CHECKING:
     from mlx_h2o.layer.value_fit import AllRows, Rows
@@ -58,40 +56,17 @@ class H2OKVCache(BoundedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Hold new rows until `attend` comes with their queries.
 
-        Args:
-            keys: `[B, Hk, L, D]` with RoPE applied at `offset`.
-            values: `[B, Hk, L, Dv]`.
+        Arguments and errors as in `BoundedKVCache`.
 
         Returns:
             The same rows. `attend` adds the cached ones.
-
-        Raises:
-            RuntimeError: Within mx.compile, mx.grad or mx.vmap, or the last rows were never
-                attended to.
-            ValueError: The rows differ from those held in type, or the size does not suit them.
         """
         self._opened(keys, values)
         self._handed = keys, values
         return self._handed
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Mask = None,
-        sinks: mx.array | None = None,
-        softcap: float = 0.0,
-    ) -> mx.array:
-        """Attend to the rows held and those of `update_and_fetch`, then choose the tokens to evict.
-
-        Arguments and errors are those of `BoundedKVCache.attend`; keys and values must be the very
-        arrays that `update_and_fetch` returned.
-        """
-        if tracing():
-            raise RuntimeError(REFUSED)
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        """As in `BoundedKVCache`; keys and values are the very arrays that were returned."""
         layer, (k, v) = self._taken_from_hand()
         if keys is not k or values is not v:
             raise RuntimeError(
@@ -99,7 +74,7 @@ class H2OKVCache(BoundedKVCache):
                 'budgets="uniform", remainder=False, no bits and no undo, in a cache of another '
                 "kind, which mlx_h2o.make_prompt_cache chooses."
             )
-        return update_and_attend(layer, AttentionCall(q, scale, mask, sinks, softcap), k, v)
+        return update_and_attend(layer, call, k, v)
 
     def keep_best(self, worths: Sequence[mx.array], budgets: Sequence[int], room: int = 0) -> None:
         """Keep the rows worth most in each head by a measure of the caller's.

@@ -5,14 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.layer.step import attend_to_derived
 from mlx_h2o.slots.pins import true_positions
 from mlx_h2o.slots.slot_store import Fields
-from mlx_h2o.slots.softmax import Mask
 
 
 class LatentKVCache(BoundedKVCache):
@@ -47,16 +45,10 @@ class LatentKVCache(BoundedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows; return all rows, from which the model makes keys and values.
 
-        Args:
-            keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
-            values: `[B, Hk, L, Dv]`.
+        Arguments and errors as in `BoundedKVCache`.
 
         Returns:
             `[B, Hk, N, D]` and `[B, Hk, N, Dv]`, old and new.
-
-        Raises:
-            RuntimeError: As in `BoundedKVCache`.
-            ValueError: As in `BoundedKVCache`.
         """
         self._attended = self._opened(keys, values).take_in(keys, values)
         return self._attended[0]["keys"], self._attended[0]["values"]
@@ -71,25 +63,12 @@ class LatentKVCache(BoundedKVCache):
             raise RuntimeError("places() before update_and_fetch(): no rows were handed out.")
         return true_positions(self._attended[0]["positions"])
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Mask = None,
-        sinks: mx.array | None = None,
-        softcap: float = 0.0,
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         """Attend to keys and values `[B, H, N, ...]` derived from the rows.
 
-        An array mask covers all N; other arguments as in `BoundedKVCache`.
+        Arguments as in `BoundedKVCache`; an array mask covers all N.
         """
-        if tracing():
-            raise RuntimeError(REFUSED)
         attended, self._attended = self._attended, None
         if attended is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
-        call = AttentionCall(q, scale, mask, sinks, softcap)
         return attend_to_derived(self._require_layer(), call, attended, keys, values)

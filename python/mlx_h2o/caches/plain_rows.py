@@ -30,17 +30,11 @@ class PlainRowsKVCache(BoundedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows, and choose at once the tokens to evict.
 
-        Args:
-            keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
-            values: `[B, Hk, L, Dv]`.
+        Arguments and errors as in `BoundedKVCache`.
 
         Returns:
             `[B, Hk, R + N, D]` and `[B, Hk, R + N, Dv]`: the remainder's rows, once anything was
             evicted, and all rows held, old and new.
-
-        Raises:
-            RuntimeError: Within mx.compile, mx.grad or mx.vmap.
-            ValueError: The rows differ from those held in type, or the size does not suit them.
         """
         layer = self._opened(keys, values)
         fields = layer.take_in(keys, values)[0]

@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
@@ -15,7 +14,6 @@ from mlx_h2o.hosts.attending import hand_out
 from mlx_h2o.layer.scoring import RunResult
 from mlx_h2o.layer.step import attend_to_shared, evict_after_sharers, grow
 from mlx_h2o.slots.slot_store import Fields
-from mlx_h2o.slots.softmax import Mask
 
 
 class SharedKVCache(BoundedKVCache):
@@ -56,13 +54,7 @@ class SharedKVCache(BoundedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows; return them, so that they are recognised when layers attend.
 
-        Args:
-            keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
-            values: `[B, Hk, L, Dv]`.
-
-        Raises:
-            RuntimeError: As in `BoundedKVCache`.
-            ValueError: As in `BoundedKVCache`.
+        Arguments and errors as in `BoundedKVCache`.
         """
         layer = self._opened(keys, values)
         grow(layer, keys.shape[2])
@@ -88,32 +80,14 @@ class SharedKVCache(BoundedKVCache):
             self._handing_out(rows[0])
         return rows[0], rows[1]
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Mask = None,
-        sinks: mx.array | None = None,
-        softcap: float = 0.0,
-    ) -> mx.array:
-        """Attend to all rows held, once for each of the `sharers`.
-
-        Arguments are those of `BoundedKVCache`.
-
-        Raises:
-            RuntimeError: Within mx.compile, mx.grad or mx.vmap, or these are not keys of this step.
-        """
-        if tracing():
-            raise RuntimeError(REFUSED)
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        """Attend to all rows held, once for each of the `sharers`; as in `BoundedKVCache`."""
         if self._attended is None or not self.handed_out(keys):
             raise RuntimeError(
                 f"{self.sharers} layers were to attend to this cache's rows in each step; another "
                 "attended, or to other keys."
             )
-        layer, call = self._require_layer(), AttentionCall(q, scale, mask, sinks, softcap)
+        layer = self._require_layer()
         out, results = attend_to_shared(layer, call, self._attended)
         self._results.append(results)
         if len(self._results) < self.sharers:
