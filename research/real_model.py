@@ -21,10 +21,11 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_h2o
 from mlx_h2o.budgets.profile_store import found_profile
+from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.calibration.scaling_build import found_frames
 from mlx_h2o.evaluate.measures.perplexity import samples_of
 from mlx_h2o.hosts.layer_probe import identity_by_kinds, layer_kinds
-from mlx_h2o.slots.key_scaling import Frame, RowFormat
+from mlx_h2o.slots.key_scaling import Frame
 
 
 class RowsAsStored(KVCache):

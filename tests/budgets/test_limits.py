@@ -24,7 +24,8 @@ from mlx_h2o.cli.options import cache_settings
 from mlx_h2o.hosts import routing
 from mlx_h2o.models.install import NothingBounded
 from mlx_h2o.policies import policy_names, register_policy
-from mlx_h2o.policies.base import average_pool, maximum_pool
+from mlx_h2o.policies.base import average_pool
+from mlx_h2o.policies.snapkv import maximum_pool
 from mlx_h2o.serve import protocol
 from mlx_h2o.serve.pins import PinRequest
 from tiny_models import TinyLayer, tiny_model

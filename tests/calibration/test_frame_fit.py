@@ -8,9 +8,10 @@ import pytest
 
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.attention.ops import scaled_dot_product_attention
+from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.calibration.scaling_build import FIRST, frames_of_keys
 from mlx_h2o.calibration.scaling_fit import QUERY_STEP, FrameSample, KeyUse, fitted
-from mlx_h2o.slots.key_scaling import Frame, RowFormat
+from mlx_h2o.slots.key_scaling import Frame
 
 H, N, D = 2, 600, 64
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from launches import RecordingLauncher
 
-from mlx_h2o.attention.backends import metal
+from mlx_h2o.attention.backends.gpu import METAL
 
 ON_GPU = os.environ.get("MLX_H2O_ON_GPU") == "1"
 if not ON_GPU:
@@ -32,8 +32,8 @@ def host_launches(monkeypatch, request):
     """The Metal backend with the host in the place of a GPU."""
     if ON_GPU and not hasattr(request.module, "metal_kernel"):
         monkeypatch.setattr(request.module, "recorded", nothing_is_counted, raising=False)
-    monkeypatch.setattr(metal.GPU, "launcher", HOST)
-    monkeypatch.setattr(metal.GPU, "architecture", lambda: "applegpu_g13g")
+    monkeypatch.setattr(METAL, "launcher", HOST)
+    monkeypatch.setattr(METAL, "architecture", lambda: "applegpu_g13g")
     # These tests are checks themselves; test_self_check.py is about those of the backend.
     monkeypatch.setenv("MLX_H2O_VERIFY", "never")
     mx.random.seed(0)

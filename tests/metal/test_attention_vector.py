@@ -5,8 +5,9 @@ import pytest
 from harness import recorded
 from launched_on import assert_close, evicted, mask_of
 
-from mlx_h2o.attention.backends import attention_launches, metal, reference
+from mlx_h2o.attention.backends import attention_launches, reference
 from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_LSE, EXPORT_NOTHING
+from mlx_h2o.attention.backends.gpu import METAL
 from mlx_h2o.attention.backends.work import Ranges
 from mlx_h2o.slots.remainder import Remainder
 
@@ -68,7 +69,7 @@ def test_parity(dtype, shape, mask, sinks):
         "mask": mask_of(mask, shape, dtype),
         "sinks": mx.random.normal((shape[1],)) if sinks else None,
     }
-    assert_attended(metal.attend(q, k, v, **options), reference_attend(q, k, v, **options), dtype)
+    assert_attended(METAL.attend(q, k, v, **options), reference_attend(q, k, v, **options), dtype)
 
 
 @pytest.mark.few(4)
@@ -88,7 +89,7 @@ def test_remainder_and_distances(monkeypatch, dtype, shape, mask, architecture):
         "sinks": mx.random.normal((shape[1],)),
         "remainder": remainder,
     }
-    ours = metal.attend(q, k, v, means=remainder.mean_key, **options)
+    ours = METAL.attend(q, k, v, means=remainder.mean_key, **options)
     assert_attended(ours, reference_attend(q, k, v, **options), dtype)
     apart = k.astype(mx.float32) - remainder.mean_key[:, :, None]
     assert_close(ours.distances, mx.square(apart).sum(axis=-1), 1e-4, 1e-5)
@@ -98,7 +99,7 @@ def test_an_empty_remainder_answers_nothing():
     shape = SHAPES[2]
     q, k, v = operands(shape, mx.float32)
     B, _, Hk, _, _, D, Dv = shape
-    ours = metal.attend(q, k, v, scale=0.1, remainder=Remainder.empty(B, Hk, D, Dv))
+    ours = METAL.attend(q, k, v, scale=0.1, remainder=Remainder.empty(B, Hk, D, Dv))
     assert_attended(ours, reference_attend(q, k, v, scale=0.1), mx.float32)
 
 
@@ -107,7 +108,7 @@ def test_keys_of_any_size_leave_the_remainder_finite():
     q, k, v = operands(shape, mx.float32)
     remainder = evicted(shape)
     remainder.var_key = remainder.var_key * 1e30
-    ours = metal.attend(1e10 * q, k, v, scale=1.0, remainder=remainder)
+    ours = METAL.attend(1e10 * q, k, v, scale=1.0, remainder=remainder)
     out, _, lse = reference_attend(1e10 * q, k, v, scale=1.0, remainder=remainder)
     assert mx.all(mx.isfinite(lse))
     assert_close(ours.lse, lse, 0.0, 1e-3)
@@ -133,7 +134,7 @@ def test_heads_of_different_lengths(monkeypatch, dtype, mask, two_passes):
     # An array mask speaks of the last slots; the others are visible.
     array = mx.random.uniform(shape=(L, 5)) > 0.5 if mask == "bool" else mask
     remainder = evicted((B, 3 * G, 3, L, 0, D, Dv))
-    ours = metal.attend(
+    ours = METAL.attend(
         q,
         k,
         v,
@@ -178,7 +179,7 @@ def test_two_passes(monkeypatch, dtype, shape, blocks):
     q, k, v = operands(shape, dtype)
     options = {"scale": shape[5] ** -0.5, "mask": mask_of("bool", shape, dtype)}
     with recorded() as launches:
-        ours = metal.attend(q, k, v, **options)
+        ours = METAL.attend(q, k, v, **options)
     assert ["vector" in launches[0].kernel, "merge" in launches[1].kernel] == [True, True]
     assert_attended(ours, reference_attend(q, k, v, **options), dtype)
 
@@ -187,7 +188,7 @@ def test_long_caches_take_two_passes():
     shape = (1, 4, 1, 1, 4096, 64, 64)
     q, k, v = operands(shape, mx.float16)
     with recorded() as launches:
-        ours = metal.attend(q, k, v, scale=0.125)
+        ours = METAL.attend(q, k, v, scale=0.125)
     assert len(launches) == 2
     assert_attended(ours, reference_attend(q, k, v, scale=0.125), mx.float16)
 
@@ -196,7 +197,7 @@ def test_long_caches_take_two_passes():
 def test_what_is_not_asked_for_is_not_written(export):
     shape = SHAPES[2]
     q, k, v = operands(shape, mx.float16)
-    ours = metal.attend(q, k, v, scale=0.1, export=export)
+    ours = METAL.attend(q, k, v, scale=0.1, export=export)
     expected = reference_attend(q, k, v, scale=0.1)
     assert_close(ours.out, expected[0], TOLERANCE[mx.float16])
     assert ours.logits is None
@@ -213,7 +214,7 @@ def test_any_strides():
     q = mx.random.normal((B, Hq, D, L)).swapaxes(2, 3)
     options = {"scale": 0.125, "mask": mask}
     assert_attended(
-        metal.attend(q, k, v, **options), reference_attend(q, k, v, **options), mx.float32
+        METAL.attend(q, k, v, **options), reference_attend(q, k, v, **options), mx.float32
     )
 
 
@@ -235,7 +236,7 @@ def test_every_key_and_value_is_read_once(shape, export):
     B, Hq, Hk, L, N, D, Dv = shape
     q, k, v = operands(shape, mx.float16)
     with recorded() as launches:
-        mx.eval(metal.attend(q, k, v, scale=0.1, export=export).out)
+        mx.eval(METAL.attend(q, k, v, scale=0.1, export=export).out)
     rows, slots = B * Hq * L, B * Hk * N
     least = 2 * (slots * (D + Dv) + rows * (D + Dv))
     least += 4 * rows * N if export == EXPORT_LOGITS else 0
@@ -251,14 +252,14 @@ def test_masked_slots_are_not_read():
     q, k, v = operands(shape, mx.float16)
     visible = mx.arange(64) % 4 == 0
     with recorded() as launches:
-        mx.eval(metal.attend(q, k, v, scale=0.1, mask=visible).out)
+        mx.eval(METAL.attend(q, k, v, scale=0.1, mask=visible).out)
     assert launches[0].bytes_read["keys"] == 2 * 2 * 16 * 64
 
 
 def test_attention_with_scores_is_the_reference_where_there_is_no_kernel():
     q, k, v = operands((1, 2, 1, 9, 20, 48, 48), mx.float32)
     with recorded() as launches:
-        ours = metal.attention_with_scores(q, k, v, scale=0.2, mask="causal")
+        ours = METAL.attention_with_scores(q, k, v, scale=0.2, mask="causal")
     expected = reference.attention_with_scores(q, k, v, scale=0.2, mask="causal")
     assert not launches
     assert all(map(mx.array_equal, ours, expected))
@@ -267,7 +268,7 @@ def test_attention_with_scores_is_the_reference_where_there_is_no_kernel():
 def test_attention_with_scores_launches():
     shape = SHAPES[2]
     q, k, v = operands(shape, mx.float32)
-    ours = metal.attention_with_scores(q, k, v, scale=0.2)
+    ours = METAL.attention_with_scores(q, k, v, scale=0.2)
     assert_attended(
         attention_launches.Attended(ours[0], ours[2], ours[1]),
         reference_attend(q, k, v, scale=0.2),

@@ -14,7 +14,7 @@ from harness import nvrtc
 from launches import covering
 
 from covering import STEP
-from mlx_h2o.attention.backends import cuda, metal
+from mlx_h2o.attention.backends.gpu import CUDA
 from mlx_h2o.attention.backends.kernel_text import folder
 from mlx_h2o.attention.backends.launcher import Launcher
 
@@ -81,18 +81,13 @@ def test_every_option_compiles(request, launched, kernel):
         assert not result.doubles
 
 
-def test_the_backends_have_the_same_functions():
-    assert sorted(cuda.__all__) == sorted(metal.__all__)
-    assert all(callable(getattr(cuda, name)) for name in cuda.__all__)
-
-
 @pytest.mark.parametrize(("slots", "launches"), [(40, 1), (1025, 2)])
 def test_the_backend_launches(monkeypatch, slots, launches):
     results = []
-    monkeypatch.setattr(cuda.GPU, "launcher", compiling(results.append))
-    monkeypatch.setattr(cuda.GPU, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(CUDA, "launcher", compiling(results.append))
+    monkeypatch.setattr(CUDA, "architecture", lambda: "sm_90")
     q, k = mx.zeros((2, 8, 1, 64), mx.float16), mx.zeros((2, 2, slots, 64), mx.float16)
-    out, scores, lse = cuda.attention_with_scores(q, k, k, scale=0.1, mask="causal")
+    out, scores, lse = CUDA.attention_with_scores(q, k, k, scale=0.1, mask="causal")
     assert (out.shape, scores.shape, lse.shape) == (q.shape, (2, 8, 1, slots), (2, 8, 1))
     assert len(results) == launches
 
@@ -101,7 +96,7 @@ def test_the_backend_launches(monkeypatch, slots, launches):
 def test_mlx_is_called_with_arguments_that_it_has():
     q = mx.zeros((1, 1, 1, 32))
     with pytest.raises(RuntimeError, match="No CUDA back-end"):
-        cuda.attend(q, q, q, scale=1.0, architecture="sm_90")
+        CUDA.attend(q, q, q, scale=1.0, architecture="sm_90")
 
 
 X = [("x", mx.zeros(8))]

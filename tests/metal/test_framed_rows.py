@@ -8,7 +8,8 @@ from harness import recorded
 from launched_on import assert_close, evicted, plan_of
 
 from conftest import HOST
-from mlx_h2o.attention.backends import attention_launches, metal, step_launches
+from mlx_h2o.attention.backends import attention_launches, step_launches
+from mlx_h2o.attention.backends.gpu import METAL
 from mlx_h2o.attention.backends.step_launches import SlotArrays
 from mlx_h2o.attention.backends.work import Ranges
 from mlx_h2o.slots.key_scaling import Frame
@@ -55,8 +56,8 @@ def test_queries_enter(monkeypatch, dtype, shape, with_remainder, two_passes):
     options = {"scale": shape[5] ** -0.5, "mask": "causal"}
     if with_remainder:
         options |= {"remainder": evicted(shape), "means": mx.zeros((shape[0], shape[2], shape[5]))}
-    ours = metal.attend(q, k, v, frame_scale=frame.scale, **options)
-    expected = metal.attend(frame.enter_queries(q), k, v, **options)
+    ours = METAL.attend(q, k, v, frame_scale=frame.scale, **options)
+    expected = METAL.attend(frame.enter_queries(q), k, v, **options)
     for name in ("out", "lse", "logits"):
         assert mx.array_equal(getattr(ours, name), getattr(expected, name))
     if with_remainder:
@@ -69,7 +70,7 @@ def test_heads_of_different_lengths_have_their_own_frames():
     frame = frame_of(3, D)
     q = mx.random.normal((B, 3 * G, 1, D))
     k, v = (PackedRows.of(mx.random.normal((B, 100, D)), 8, 32) for _ in range(2))
-    attend = partial(metal.attend, k=k, v=v, scale=0.1, ranges=ranges)
+    attend = partial(METAL.attend, k=k, v=v, scale=0.1, ranges=ranges)
     ours, expected = attend(q, frame_scale=frame.scale), attend(frame.enter_queries(q))
     assert mx.array_equal(ours.out, expected.out)
     assert mx.array_equal(ours.logits, expected.logits)
@@ -84,8 +85,8 @@ def test_the_softmax_never_sees_the_centre():
     plain, framed = (
         Remainder.empty(B, Hk, D, Dv).fold(rows, values) for rows in (gone, frame.enter(gone))
     )
-    ours = metal.attend(q, frame.enter(k), v, scale=0.1, remainder=framed, frame_scale=frame.scale)
-    expected = metal.attend(q, k, v, scale=0.1, remainder=plain)
+    ours = METAL.attend(q, frame.enter(k), v, scale=0.1, remainder=framed, frame_scale=frame.scale)
+    expected = METAL.attend(q, k, v, scale=0.1, remainder=plain)
     assert shape[1] == Hq
     assert_close(ours.out, expected.out, 2e-5)
 
@@ -125,7 +126,7 @@ def test_saturation_of_each_head(groups):
     remainder = evicted(shape)
     # A head without variance has no term, whatever its t.
     remainder.var_key[1] = 0
-    ours = metal.attend(q, k, v, scale=0.3, remainder=remainder, saturation=ts)
+    ours = METAL.attend(q, k, v, scale=0.3, remainder=remainder, saturation=ts)
     for h, t in enumerate(ts):
         head, queries = slice(h, h + 1), q[:, h * groups : (h + 1) * groups]
         r = remainder.heads(h, h + 1).column(queries, 0.3, t)
@@ -142,7 +143,7 @@ def test_bytes_of_a_frame():
     for framed in (False, True):
         with recorded() as launches:
             scale = frame.scale if framed else None
-            mx.eval(metal.attend(q, k, v, scale=0.1, frame_scale=scale).out)
+            mx.eval(METAL.attend(q, k, v, scale=0.1, frame_scale=scale).out)
         moved[framed] = sum(counts.device_bytes for counts in launches)
     assert moved[True] - moved[False] == frame.scale.nbytes
     # ... beside a step's rows: less than a hundredth, with what the append reads of it.

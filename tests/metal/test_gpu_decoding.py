@@ -8,8 +8,9 @@ import pytest
 from harness import recorded
 
 from mlx_h2o import H2OKVCache, make_policy
-from mlx_h2o.attention.backends import choice, metal
+from mlx_h2o.attention.backends import choice
 from mlx_h2o.attention.backends.choice import accepts
+from mlx_h2o.attention.backends.gpu import METAL
 from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
@@ -25,7 +26,7 @@ def on_device(monkeypatch):
     """Choose between the kernels and the reference."""
 
     def choose(kernels):
-        monkeypatch.setattr(choice, "gpu", lambda: metal.GPU if kernels else None)
+        monkeypatch.setattr(choice, "gpu", lambda: METAL if kernels else None)
         monkeypatch.setattr(choice, "cpu", lambda: None)
 
     return choose
@@ -250,8 +251,8 @@ def test_another_device_takes_over(on_device):
 def test_the_backend_of_the_default_device(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert choice.gpu() is metal.GPU
-    assert choice.backend() is metal.GPU
+    assert choice.gpu() is METAL
+    assert choice.backend() is METAL
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_a_recent_zone(on_device, monkeypatch):
         on_device(kernels)
         with monkeypatch.context() as patch:
             if kernels:
-                patch.setattr("mlx_h2o.attention.ops.backend", lambda: metal.GPU)
+                patch.setattr("mlx_h2o.attention.ops.backend", lambda: METAL)
             cache = H2OKVCache(policy=make_policy("h2o"), **store)
             with recorded() as launches:
                 outs.append(trajectory(cache, 12, 30))

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from mlx_h2o import H2OKVCache, make_policy
-from mlx_h2o.attention.backends import choice, metal
+from mlx_h2o.attention.backends import choice
+from mlx_h2o.attention.backends.gpu import METAL
 from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
 
 B, HK, G, D, DV = 2, 2, 2, 64, 32
@@ -14,7 +15,7 @@ PACKED = {"bits": 4, "group_size": 32}
 
 @pytest.fixture(autouse=True)
 def _on_device(monkeypatch):
-    monkeypatch.setattr(choice, "gpu", lambda: metal.GPU)
+    monkeypatch.setattr(choice, "gpu", lambda: METAL)
     monkeypatch.setattr(choice, "cpu", lambda: None)
 
 

@@ -12,8 +12,9 @@ from launched_on import OFFSET, assert_close, evicted, mask_of, plan_of
 
 from conftest import HOST
 from covering import STEP, covering
-from mlx_h2o.attention.backends import attention_launches, choice, metal, reference, step_launches
+from mlx_h2o.attention.backends import attention_launches, choice, reference, step_launches
 from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
+from mlx_h2o.attention.backends.gpu import METAL
 from mlx_h2o.attention.backends.step_launches import SlotArrays
 from mlx_h2o.attention.ops import scaled_dot_product_attention_quantized_with_scores
 from mlx_h2o.slots.packed import BITS, GROUP_SIZES, PackedRows, dense
@@ -117,7 +118,7 @@ def test_attention(monkeypatch, case):
         if "remainder" in case["columns"]:
             options["remainder"] = evicted(of_all)
             means = options["remainder"].mean_key
-        ours = metal.attend(q, k, v, means=means, **options)
+        ours = METAL.attend(q, k, v, means=means, **options)
         assert_attended(ours, reference_attend(q, k, v, **options), dtype)
         if means is not None:
             apart = dense(k).astype(mx.float32) - means[:, :, None]
@@ -158,7 +159,7 @@ def test_every_function(bits, queries):
             call["seed"] = (call["seed"][0][:, :G], call["seed"][1][:, :1])
         for function in ("attention", "attention_with_scores", "attention_with_mass"):
             with recorded() as launches:
-                ours = getattr(metal, function)(**call)
+                ours = getattr(METAL, function)(**call)
                 mx.eval(ours)
             assert launches or (function == "attention_with_scores" and queries > 8)
             expected = getattr(reference, function)(**call)
@@ -177,7 +178,7 @@ def test_mass_of_a_prompt(bits):
     v = strided(mx.random.normal((B, Hk, N, Dv)).astype(dtype), 8, 32)
     visible = mx.random.uniform(shape=(B, Hq, L, N)) > 0.3
     call = {"scale": D**-0.5, "mask": visible, "sinks": mx.random.normal((Hq,))}
-    out, mass, lse = metal.attention_with_mass(q, k, v, **call)
+    out, mass, lse = METAL.attention_with_mass(q, k, v, **call)
     expected = reference.attention_with_mass(q.astype(mx.float32), k, v, **call)
     assert out.dtype == dtype
     tolerance = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}[dtype]
@@ -187,8 +188,8 @@ def test_mass_of_a_prompt(bits):
 
 
 def test_the_public_op_launches(monkeypatch):
-    monkeypatch.setattr(choice, "backend", lambda: metal.GPU)
-    monkeypatch.setattr("mlx_h2o.attention.ops.backend", lambda: metal.GPU)
+    monkeypatch.setattr(choice, "backend", lambda: METAL)
+    monkeypatch.setattr("mlx_h2o.attention.ops.backend", lambda: METAL)
     q, k, v = operands((1, 4, 2, 1, 64, 64), 70, mx.float16, (4, 8), 64)
     with recorded() as launches:
         out, scores, lse = scaled_dot_product_attention_quantized_with_scores(
@@ -204,7 +205,7 @@ def test_few_words_and_scales():
     """MLX passes arrays of fewer than eight elements in another address space."""
     q, k, v = operands((1, 1, 1, 1, 32, 32), 1, mx.float16, (2, 4), 32)
     k, v = (PackedRows(*map(mx.contiguous, x.arrays), x.bits, 32) for x in (k, v))
-    ours = metal.attend(q, k, v, scale=0.2)
+    ours = METAL.attend(q, k, v, scale=0.2)
     assert_attended(ours, reference_attend(q, k, v, scale=0.2), mx.float16)
 
 
@@ -214,7 +215,7 @@ def test_any_strides():
         PackedRows(*(mx.contiguous(a.swapaxes(2, 3)).swapaxes(2, 3) for a in x.arrays), x.bits, 32)
         for x in (k, v)
     )
-    ours = metal.attend(q, k, v, scale=0.125)
+    ours = METAL.attend(q, k, v, scale=0.125)
     assert_attended(ours, reference_attend(q, k, v, scale=0.125), mx.float32)
 
 
@@ -236,10 +237,10 @@ def test_any_strides():
 )
 def test_every_byte_is_read_once(monkeypatch, sizes, bits, group, architecture, export):
     Hq, Hk, N, D = sizes
-    monkeypatch.setattr(metal.GPU, "architecture", lambda: architecture)
+    monkeypatch.setattr(METAL, "architecture", lambda: architecture)
     q, k, v = operands((1, Hq, Hk, 1, D, D), N, mx.float16, bits, group)
     with recorded() as launches:
-        mx.eval(metal.attend(q, k, v, scale=D**-0.5, export=export).out)
+        mx.eval(METAL.attend(q, k, v, scale=D**-0.5, export=export).out)
     least = k.nbytes + v.nbytes + 2 * q.nbytes
     least += 4 * Hq * (N + 1) if export == EXPORT_LOGITS else 0
     moved = sum(counts.device_bytes for counts in launches)
@@ -251,7 +252,7 @@ def test_every_byte_is_read_once(monkeypatch, sizes, bits, group, architecture, 
 def test_masked_slots_are_not_read():
     q, k, v = operands((1, 4, 2, 1, 64, 64), 64, mx.float16, (4, 4), 64)
     with recorded() as launches:
-        mx.eval(metal.attend(q, k, v, scale=0.1, mask=mx.arange(64) % 4 == 0).out)
+        mx.eval(METAL.attend(q, k, v, scale=0.1, mask=mx.arange(64) % 4 == 0).out)
     assert launches[0].bytes_read["keys"] == k.words.nbytes // 4
 
 

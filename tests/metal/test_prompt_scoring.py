@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from harness import recorded
 
-from mlx_h2o.attention.backends import metal, reference
+from mlx_h2o.attention.backends import reference
+from mlx_h2o.attention.backends.gpu import METAL
 
 # Out, lse and mass, relative to the largest.
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 3e-3, mx.bfloat16: 2e-2}
@@ -70,7 +71,7 @@ def test_mass(shape, mask, columns):
     if columns != "slots":
         call |= {"sinks": mx.random.normal((shape[1],)), "seed": seed_of(shape)}
     with recorded() as launches:
-        ours = metal.attention_with_mass(**call)
+        ours = METAL.attention_with_mass(**call)
     assert {counts.kernel.split("_")[3] for counts in launches} == {"lse", "mass"}
     assert_all_close(ours, reference.attention_with_mass(**call), 2e-5)
     assert "logits" not in {name for counts in launches for name in counts.bytes_written}
@@ -82,7 +83,7 @@ def test_dtypes(dtype, queries):
     shape = (1, 4, 2, queries, 90, 64, 64)
     q, k, v = operands(shape, dtype)
     call = {"q": q, "k": k, "v": v, "scale": 0.125, "mask": "causal", "seed": seed_of(shape)}
-    ours = metal.attention_with_mass(**call)
+    ours = METAL.attention_with_mass(**call)
     assert ours[0].dtype == dtype
     assert_all_close(ours, reference.attention_with_mass(**float32(call)), TOLERANCE[dtype])
 
@@ -107,7 +108,7 @@ def test_heads_of_different_lengths(function, queries, mask):
         "sinks": mx.random.normal((3 * G,)),
         "ranges": ranges,
     }
-    ours = getattr(metal, function)(**call)
+    ours = getattr(METAL, function)(**call)
     assert_all_close(ours, getattr(reference, function)(**call), 2e-5)
 
 
@@ -117,19 +118,19 @@ def test_seeds(function, queries):
     shape = (2, 4, 2, queries, 70, 64, 64)
     q, k, v = operands(shape)
     call = {"q": q, "k": k, "v": v, "scale": 0.2, "mask": "causal", "seed": seed_of(shape)}
-    assert_all_close(getattr(metal, function)(**call), getattr(reference, function)(**call), 2e-5)
+    assert_all_close(getattr(METAL, function)(**call), getattr(reference, function)(**call), 2e-5)
 
 
 def test_the_reference_where_there_is_no_kernel():
     q, k, v = operands((1, 2, 1, 9, 20, 48, 48))
     for function in ("attention", "attention_with_scores", "attention_with_mass"):
         with recorded() as launches:
-            ours = getattr(metal, function)(q, k, v, scale=0.2, mask="causal")
+            ours = getattr(METAL, function)(q, k, v, scale=0.2, mask="causal")
         assert_all_close(ours, getattr(reference, function)(q, k, v, scale=0.2, mask="causal"), 0)
         assert not launches
 
 
 def test_the_same_prompt_gives_the_same_masses():
     q, k, v = operands(SHAPES[2])
-    first, second = (metal.attention_with_mass(q, k, v, scale=0.3)[1] for _ in range(2))
+    first, second = (METAL.attention_with_mass(q, k, v, scale=0.3)[1] for _ in range(2))
     assert mx.array_equal(first, second)

@@ -8,11 +8,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
-from mlx_h2o.caches.trained_length import PastTraining
+from mlx_h2o.caches.base import PastTraining
+from mlx_h2o.caches.conversation import past_training
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.cli import main
 from mlx_h2o.loading.load import EMBEDDED_MODEL
-from mlx_h2o.models.trained_length import past_training
 from serving import serving
 
 TRAINED = 2048

@@ -10,7 +10,7 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o import H2OKVCache, Slots, make_policy
-from mlx_h2o.policies import Observation, base, policy_names, register_preset
+from mlx_h2o.policies import Observation, policy_names, register_preset, registry
 from mlx_h2o.policies.selection import select_victims
 from tiny_models import TinyLayer, kept_positions
 
@@ -355,7 +355,7 @@ def loud_values():
             return mx.linalg.norm(slots.values.astype(mx.float32), axis=-1) ** self.power
 
     yield "loud-values"
-    del base._POLICIES["loud-values"]
+    del registry._POLICIES["loud-values"]
 
 
 @pytest.mark.parametrize("budgets", [[24, 24], [16, 32]], ids=["uniform", "ragged"])
@@ -384,4 +384,4 @@ def test_a_registered_policy_may_have_a_preset(loud_values):
         assert make_policy("very-loud").power == 3.0
         assert "very-loud" in policy_names()
     finally:
-        del base._PRESETS["very-loud"]
+        del registry._PRESETS["very-loud"]

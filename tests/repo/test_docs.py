@@ -11,7 +11,7 @@ import mlx_h2o
 from benchmarks import __main__ as benchmarks
 from mlx_h2o.cli import main, parser
 from mlx_h2o.loading import demo_model
-from mlx_h2o.policies import base
+from mlx_h2o.policies import registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,7 +49,7 @@ def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
             pytest.skip(f"the real model is not to be had: {error}")
     monkeypatch.chdir(tmp_path)
     # A policy that a page registers is gone after the page.
-    monkeypatch.setattr(base, "_POLICIES", dict(base._POLICIES))
+    monkeypatch.setattr(registry, "_POLICIES", dict(registry._POLICIES))
     names: dict[str, object] = {"__name__": "docs"}
     try:
         text = page.read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_h2o.policies import base
+from mlx_h2o.policies import registry
 
 ROOT = Path(__file__).parents[2]
 results = runpy.run_path(str(ROOT / "tools" / "results.py"))
@@ -17,7 +17,7 @@ records_of, record_for = results["records_of"], results["record_for"]
 # Settings are those of a fresh process, where nobody has registered a policy of their own.
 OWN_POLICIES = {
     name: policy
-    for name, policy in base._POLICIES.items()
+    for name, policy in registry._POLICIES.items()
     if policy.__module__.startswith("mlx_h2o.")
 }
 BLOCKS = [block for page in results["PAGES"] for block in blocks_of(page)]
@@ -32,7 +32,7 @@ BY_HAND = re.compile(
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.command[:60])
 def test_a_blocks_command_still_means_what_it_meant(block, monkeypatch):
     """It parses, and no option or default has changed since its table was printed."""
-    monkeypatch.setattr(base, "_POLICIES", OWN_POLICIES)
+    monkeypatch.setattr(registry, "_POLICIES", OWN_POLICIES)
     assert block.differences() == [], f'make results ONLY="{block.command}"'
     assert DATED.search(block.body), block.command
     if not block.settings:

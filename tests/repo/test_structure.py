@@ -30,10 +30,20 @@ LATE = {
 }
 # Optional mechanisms, which any file imports where they are first needed.
 OPTIONAL = {
+    "mlx_h2o.attention.backends.joined",
+    "mlx_h2o.attention.backends.self_check",
+    "mlx_h2o.attention.backends.self_check_variants",
+    "mlx_h2o.caches.batch",
+    "mlx_h2o.caches.latent",
+    "mlx_h2o.caches.plain_rows",
+    "mlx_h2o.caches.shared",
     "mlx_h2o.calibration.first_use",
+    "mlx_h2o.hosts.rope_probe",
+    "mlx_h2o.layer.fused_case",
     "mlx_h2o.layer.return_state",
     "mlx_h2o.layer.returning",
-    "mlx_h2o.layer.value_fit",
+    "mlx_h2o.slots.recent_window",
+    "mlx_h2o.slots.rope",
     "mlx_h2o.spill.layer_rows",
     "mlx_h2o.spill.row_file",
 }

@@ -3,8 +3,9 @@
 import mlx.core as mx
 import pytest
 
+from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.calibration.scaling_build import frames_of
-from mlx_h2o.slots.key_scaling import LEAST_SCALE, Frame, RowFormat
+from mlx_h2o.slots.key_scaling import LEAST_SCALE, Frame
 from mlx_h2o.slots.packed import PackedRows
 from tiny_models import tiny_model
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.attention.backends import joined, reference
+from mlx_h2o.attention.backends import reference
 from mlx_h2o.attention.backends.choice import backend
 from mlx_h2o.attention.backends.operands import Options, Ranges, Seed
 from mlx_h2o.slots import softmax
@@ -228,7 +228,11 @@ def _options(
 def _computing(k: AnyRows, softcap: float) -> Any:
     """The backend that attends to rows like these on the default device."""
     computing = reference if softcap else backend()
-    return joined.Joined(computing) if isinstance(k, JoinedRows) else computing
+    if not isinstance(k, JoinedRows):
+        return computing
+    from mlx_h2o.attention.backends.joined import Joined  # for rows of several kinds
+
+    return Joined(computing)
 
 
 def on(stream: mx.Stream | mx.Device | None) -> AbstractContextManager[object]:

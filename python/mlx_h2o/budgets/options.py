@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
-from mlx_h2o.policies.field_text import field_of_text
+from mlx_h2o.policies.registry import field_of_text
 from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.slots.pins import Span

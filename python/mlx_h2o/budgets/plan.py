@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
@@ -38,8 +38,10 @@ from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import Packing, group_size_for
 from mlx_h2o.slots.pins import Span, pinned_from
 from mlx_h2o.slots.remainder import SATURATION
-from mlx_h2o.slots.rope import Rope
 from mlx_h2o.slots.slot_store import FEW
+
+if TYPE_CHECKING:
+    from mlx_h2o.slots.rope import Rope
 
 #: A head of a profile needs this many tokens to choose from; with one or two there is no choice.
 FEWEST_CHOICES = 4

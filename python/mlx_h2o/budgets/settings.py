@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from mlx_h2o import _checks
 from mlx_h2o._byte_size import Share, memory_size
@@ -22,8 +22,10 @@ from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
 from mlx_h2o.slots.pins import Span, checked_spans
 from mlx_h2o.slots.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
-from mlx_h2o.slots.rope import Rope
 from mlx_h2o.spill.setting import Spill, spill_setting
+
+if TYPE_CHECKING:
+    from mlx_h2o.slots.rope import Rope
 
 DEFAULT_POLICY = "salient"
 POSITIONS = ("absolute", "rolling")

@@ -23,7 +23,6 @@ from mlx_h2o.attention.call import AttentionCall, Looking
 from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings, packing_of
-from mlx_h2o.caches.trained_length import PastTraining, past_training_text
 from mlx_h2o.layer import eviction, layer_factory, saved_state
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
@@ -53,6 +52,19 @@ NO_KV_BITS = (
     "kv_bits cannot pack a bounded cache later on: omit it, and give bits=8 (or k_bits, "
     "v_bits) to make_prompt_cache or install."
 )
+
+
+class PastTraining(UserWarning):
+    """A conversation is longer than what its model was trained for."""
+
+
+def past_training_text(tokens: int, trained: int) -> str:
+    """What to say about so many tokens for a model that was trained on fewer."""
+    return (
+        f"{tokens:,} tokens are more than the {trained:,} that the model was trained for, so "
+        'answers may get worse: a conversation that begins with positions="rolling" '
+        "(--positions rolling) stays at positions that the model knows."
+    )
 
 
 class BoundedKVCache(Looking):
@@ -433,13 +445,10 @@ class BoundedKVCache(Looking):
             self.share = self.share or share
         self._layer.check_rows(keys, values)
         if self.trained and not self._warned and self.offset + keys.shape[2] > self.trained:
-            self._warn_past_training(self.offset + keys.shape[2])
+            self._warned = True
+            text = past_training_text(self.offset + keys.shape[2], self.trained)
+            warnings.warn(text, PastTraining, stacklevel=2)
         return self._layer
-
-    def _warn_past_training(self, tokens: int) -> None:
-        """Warn once that a conversation is longer than what the model was trained for."""
-        self._warned = True
-        warnings.warn(past_training_text(tokens, self.trained), PastTraining, stacklevel=2)
 
     # -- saving -----------------------------------------------------------------------------------
 

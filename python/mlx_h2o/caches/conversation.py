@@ -1,4 +1,4 @@
-"""Pins and turns of a whole model's caches."""
+"""A whole model's caches: its bounded ones, pins, turns, and lengths beyond its training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import mlx.nn as nn
+
 from mlx_h2o.budgets.allocation import TooManyPins, room_for_pins
 from mlx_h2o.budgets.settings import CacheSettings, Stage
-from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.base import BoundedKVCache, past_training_text
 from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.recorder import trained_context
 from mlx_h2o.hosts.refusals import NothingToBound
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.slots.pins import Span, joined
@@ -136,3 +139,22 @@ def new_turn(cache: Sequence[Any], carry: float | str = 1.0) -> None:
         layer.require_at_rest()
     for layer in layers:
         layer.new_turn(carry)
+
+
+def past_training(model: nn.Module, cache: Sequence[Any]) -> str | None:
+    """What to say about a conversation that is longer than what its model was trained for.
+
+    Args:
+        model: An mlx-lm model.
+        cache: The conversation's caches.
+
+    Returns:
+        A sentence; None where the length is within training, the model does not tell what it was
+        trained for, nothing is bounded, or positions roll.
+    """
+    trained = trained_context(model, 0)
+    bounded = bounded_members(cache)
+    tokens = max((entry.offset for entry in bounded), default=0)
+    if not trained or tokens <= trained or all(entry.settings.rope for entry in bounded):
+        return None
+    return past_training_text(tokens, trained)

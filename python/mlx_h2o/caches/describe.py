@@ -10,10 +10,9 @@ from typing import Any
 
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.attention.backends import choice
-from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.base import BoundedKVCache, past_training_text
 from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.caches.most_bytes import most_of_bounded, most_of_own
-from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.loaded import is_cache
 from mlx_h2o.slots.remainder import SATURATION

@@ -11,13 +11,12 @@ from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
-from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.layer import eviction
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.step import update_and_attend
 
 if TYPE_CHECKING:
-    from mlx_h2o.layer.value_fit import AllRows, Rows
+    from mlx_h2o.caches.batch import BatchH2OKVCache
 
 
 class H2OKVCache(BoundedKVCache):
@@ -90,13 +89,6 @@ class H2OKVCache(BoundedKVCache):
         eviction.keep_best(self._require_layer(), self.resized_settings(budgets), worths, room)
         self._evaluate()
 
-    def fit_values(self, before: AllRows, call: AttentionCall, anchors: Sequence[Rows]) -> None:
-        """Fit the values kept, after `keep_best`; arguments as in `layer/value_fit.py`."""
-        from mlx_h2o.layer.value_fit import fit_values  # of compressed prompts only
-
-        fit_values(self._require_layer(), before, call, anchors)
-        self._evaluate()
-
     def _taken_from_hand(self) -> tuple[Layer, tuple[mx.array, mx.array]]:
         """The layer, and the rows returned last."""
         handed, self._handed = self._handed, None
@@ -111,4 +103,6 @@ class H2OKVCache(BoundedKVCache):
         Raises:
             ValueError: One is another kind of cache, or holds several sequences.
         """
+        from mlx_h2o.caches.batch import BatchH2OKVCache  # not for a single conversation
+
         return BatchH2OKVCache.merge(caches)

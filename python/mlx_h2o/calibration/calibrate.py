@@ -37,6 +37,7 @@ from mlx_h2o.budgets.profile import SMALLEST_BUDGET, LayerFrames, Measured, Prof
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration.checkpoint import CalibratedLayers, LayerLosses
 from mlx_h2o.calibration.retrieval_loss import echo_losses
+from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.calibration.scaling_build import frame_passes, frame_tokens, frames_of_text
 from mlx_h2o.calibration.sensitivity import WINDOWS, sensitivities
 from mlx_h2o.calibration.trials import ORDERS, Rows, tried
@@ -54,7 +55,7 @@ from mlx_h2o.hosts.recorder import (
     windows_of,
 )
 from mlx_h2o.policies import Policy, make_policy
-from mlx_h2o.slots.key_scaling import Frame, RowFormat
+from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import DEFAULT_GROUP_SIZE
 
 #: Slots tried per head, as far as the text is long. Steps are two thirds where most slots are

@@ -12,15 +12,17 @@ A model's key scaling comes from its profile, from the user's cache folder, or i
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_h2o._files import replacing
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.profile import (
@@ -30,7 +32,7 @@ from mlx_h2o.budgets.profile import (
     frames_of_json,
     json_of_frames,
 )
-from mlx_h2o.budgets.profile_store import KeptOfModel
+from mlx_h2o.budgets.profile_store import kept_place
 from mlx_h2o.calibration.scaling_fit import FrameSample, KeyUse, fitted
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.loaded import is_plain
@@ -289,22 +291,27 @@ def turn_by(rope: Callable[..., mx.array]) -> Turn:
     return turn
 
 
-KEPT = KeptOfModel("mlx-h2o frames", ".frames.json", version=2)
+#: The format of a file of key scaling, its version, and the end of its name.
+FORMAT, VERSION, SUFFIX = "mlx-h2o frames", 2, ".frames.json"
 
 Frames = dict[int, LayerFrames]
 
 
 def found_frames(identity: ModelIdentity, profile: Profile | None) -> Frames | None:
-    """Key scaling that needs no computing, or None."""
+    """Key scaling that needs no computing; None if there is none, or its file is damaged."""
     if profile is not None and profile.measured and profile.measured.frames:
         return profile.measured.frames
-
-    def read(data: Any) -> Frames:
+    try:
+        data = json.loads(kept_place(identity, SUFFIX).read_text())
+        if (data["format"], data["version"]) != (FORMAT, VERSION):
+            return None
+        if ModelIdentity.of_json(data["model"]).difference(identity) is not None:
+            return None
         frames = frames_of_json(data["frames"])
         check_frames(frames, identity.kv_heads, identity.key_widths)
-        return frames
-
-    return KEPT.load(identity, read)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return frames
 
 
 def made_frames(model: nn.Module, identity: ModelIdentity) -> Frames | None:
@@ -312,10 +319,16 @@ def made_frames(model: nn.Module, identity: ModelIdentity) -> Frames | None:
     tokenizer = getattr(model, "mlx_h2o_tokenizer", None)
     if tokenizer is None:
         return None
-    place = KEPT.place_of(identity)
+    place = kept_place(identity, SUFFIX)
     print(f"Making frames for packed keys (once, kept in {place})", file=sys.stderr)
     passes, layers = frame_passes(model, frame_tokens(tokenizer)), len(identity.kv_heads)
     with progress_bar("making frames") as bar:
         frames = frames_of_text(model, passes, progress=lambda done: bar(done, layers))
-    KEPT.keep(identity, {"frames": json_of_frames(frames)})
+    head = {"format": FORMAT, "version": VERSION, "model": asdict(identity)}
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(place) as temporary:
+            temporary.write_text(json.dumps(head | {"frames": json_of_frames(frames)}))
+    except OSError as error:
+        print(f"It could not be kept: {error}", file=sys.stderr)
     return frames

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_h2o._progress import Progress, no_progress
-from mlx_h2o.caches.conversation import bounded_entries, new_turn, pin, unpin
+from mlx_h2o.caches.conversation import bounded_entries, new_turn, past_training, pin, unpin
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.caches.peak import PeakMemory
@@ -23,7 +23,6 @@ from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.compression.reading import Readings, read_and_generate
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
-from mlx_h2o.models.trained_length import past_training
 from mlx_h2o.slots.pins import Span
 
 #: Name of the metadata entry that lists the tokens read.

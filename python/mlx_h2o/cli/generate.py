@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_h2o._files import require_writable, write_kept
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.settings import ModelSettings
-from mlx_h2o.caches.conversation import pin
+from mlx_h2o.caches.conversation import past_training, pin
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.caches.files import load_prompt_cache, require_savable, save_prompt_cache
 from mlx_h2o.caches.peak import PeakMemory
@@ -38,7 +38,6 @@ from mlx_h2o.compression.reading import read_and_generate
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.make import bounded_caches
-from mlx_h2o.models.trained_length import past_training
 
 
 def add_parser(commands: Any) -> None:

@@ -16,7 +16,7 @@ from mlx_h2o import _checks
 from mlx_h2o._byte_size import USUAL_CONTEXT, memory_size
 from mlx_h2o.budgets.options import policy_and_options
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, POSITIONS, PROFILES, ModelSettings
-from mlx_h2o.caches.trained_length import PastTraining
+from mlx_h2o.caches.base import PastTraining
 from mlx_h2o.compression.reading import LONGEST, READINGS, SECONDS
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import DEFAULT_MODEL, EMBEDDED_MODEL, load

@@ -52,7 +52,7 @@ def compress_prompt(
         tell: Called with the number of further tokens done; there are two for each of the prompt's,
             and `distillation.tokens_of_work` for the steps.
         fitted: Whether kept values are fitted to the second reading's attention
-            (`layer/value_fit.py`); with `spill` they never are.
+            (`compression/value_fit.py`); with `spill` they never are.
         steps: Steps of a gradient that moves the kept rows (`compression/distillation.py`), of one
             prompt at a time: each takes some three readings of 128 tokens.
         settings: Other options of `make_prompt_cache`, such as `bits` or `policy`; the policy

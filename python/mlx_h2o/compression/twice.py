@@ -3,7 +3,7 @@
 All of the prompt's rows are there, packed, while it is read a second time (`second_reading.py`).
 Then the rows of all layers and heads compete for the slots by the greatest weight that each
 received. Dropped rows go into the remainder, and the kept values are fitted to the attention that
-all rows gave (`layer/value_fit.py`). Beside the cache's own bytes this takes those of the prompt's
+all rows gave (`value_fit.py`). Beside the cache's own bytes this takes those of the prompt's
 packed rows and of the queries by which values are fitted.
 """
 
@@ -25,10 +25,10 @@ from mlx_h2o.budgets.plan import FEWEST_CHOICES
 from mlx_h2o.caches.conversation import bounded_entries
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.compression.second_reading import SecondReading, looking_caches
+from mlx_h2o.compression.value_fit import MOST_QUERIES, AllRows, Rows, fit_values
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.loaded import logits_of
 from mlx_h2o.layer.layer import Layer
-from mlx_h2o.layer.value_fit import MOST_QUERIES, AllRows, Rows
 from mlx_h2o.slots.pins import pinned_from, true_positions
 
 #: The request to the model to repeat a text.
@@ -345,7 +345,7 @@ def _cut(
             ]
         )
         anchors.append(np.square(np.minimum(np.take_along_axis(worth, where, axis=1), STAYS)))
-    entry.fit_values(before, look.call, anchors)
+    fit_values(layer, before, look.call, anchors)
 
 
 def positions_of(layer: Layer) -> list[npt.NDArray[np.int32]]:

@@ -17,13 +17,13 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.slots.journal import Journal
 from mlx_h2o.slots.packed import dense, value_lengths
 from mlx_h2o.slots.pins import stored_positions
-from mlx_h2o.slots.recent_window import RecentWindow
 from mlx_h2o.slots.remainder import Remainder
 from mlx_h2o.slots.slot_store import Fields, Run, SlotStore
 from mlx_h2o.spill.setting import STORED
 
 if TYPE_CHECKING:
     from mlx_h2o.layer.return_state import ReturnState
+    from mlx_h2o.slots.recent_window import RecentWindow
     from mlx_h2o.spill.layer_rows import LayerRows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -19,9 +19,11 @@ from mlx_h2o.policies import Policy
 from mlx_h2o.policies.shapes import check_shapes
 from mlx_h2o.slots.packed import Packing, value_lengths
 from mlx_h2o.slots.paged_slots import PagedSlotStore
-from mlx_h2o.slots.recent_window import RecentWindow
 from mlx_h2o.slots.remainder import Remainder, plain_rows_for
 from mlx_h2o.slots.slot_store import SlotStore, position_dtype
+
+if TYPE_CHECKING:
+    from mlx_h2o.slots.recent_window import RecentWindow
 
 
 def open_layer(
@@ -110,6 +112,8 @@ def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidth
 
 def window_of(settings: CacheSettings, size: int) -> RecentWindow:
     """An empty recent window."""
+    from mlx_h2o.slots.recent_window import RecentWindow  # with `recent_bits` only
+
     policy, packing = settings.policy, settings.packing
     return RecentWindow(
         size, packing, policy.needs_attention, policy.keeps_value_lengths(packing), pack

@@ -21,7 +21,6 @@ from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import BIASES, SCALES, Packing
 from mlx_h2o.slots.remainder import SATURATION, STATISTICS
-from mlx_h2o.slots.rope import Rope
 from mlx_h2o.slots.slot_store import NARROW, WIDE, Run
 
 MOST_SHARERS = 2**10
@@ -106,6 +105,11 @@ def settings_of(
     """
     saved = dict(config["policy"])
     check_ranges(config)
+    rope = None
+    if config.get("rope"):
+        from mlx_h2o.slots.rope import Rope
+
+        rope = Rope.of_config(config["rope"])
     settings = CacheSettings(
         config["max_size"],
         config["max_bytes"],
@@ -119,7 +123,7 @@ def settings_of(
         config.get("saturation", SATURATION),
         frame,
         filling=config.get("filling", ()),
-        rope=Rope.of_config(config["rope"]) if config.get("rope") else None,
+        rope=rope,
         ranks=config.get("ranks", 1),
         pins=config.get("pins", ()),
     )

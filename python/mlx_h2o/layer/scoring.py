@@ -22,7 +22,6 @@ from mlx_h2o.policies import Observation, ObservedMass, Policy
 from mlx_h2o.slots.packed import AnyRows, dense, first_rows
 from mlx_h2o.slots.pins import true_positions
 from mlx_h2o.slots.remainder import Remainder
-from mlx_h2o.slots.rope import without_gaps
 from mlx_h2o.slots.slot_store import Fields, Run
 from mlx_h2o.slots.softmax import block_of
 
@@ -62,6 +61,8 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> RunR
         saturation = layer.settings.saturations(layer.store.heads)[run.first : run.last]
     keys, values = rows_of(layer, run, fields)
     if layer.settings.rope is not None:
+        from mlx_h2o.slots.rope import without_gaps
+
         places = true_positions(fields["positions"])
         keys = without_gaps(dense(keys), places, layer.offset, layer.settings.rope)
     return _Attention(

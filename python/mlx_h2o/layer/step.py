@@ -13,11 +13,9 @@ import mlx.core as mx
 
 from mlx_h2o.attention.backends.choice import accepts, step_together
 from mlx_h2o.attention.backends.decoder import DecodeStep
-from mlx_h2o.attention.backends.self_check import Error
-from mlx_h2o.attention.backends.self_check_variants import FusedVariant
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.layer import eviction, fused_case
+from mlx_h2o.layer import eviction
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.scoring import RunResult, mean_of, observe, observe_derived
 from mlx_h2o.slots.journal import single_steps
@@ -26,6 +24,8 @@ from mlx_h2o.slots.slot_store import Fields
 from mlx_h2o.spill.setting import PLAIN
 
 if TYPE_CHECKING:
+    from mlx_h2o.attention.backends.self_check import Error
+    from mlx_h2o.attention.backends.self_check_variants import FusedVariant
     from mlx_h2o.layer.return_state import ReturnState
 
 
@@ -140,6 +140,8 @@ def _fused(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> bool:
 
 def prove_fused(variant: FusedVariant, settings: CacheSettings) -> Error:
     """Compare small fused steps of the default device with the definition (`fused_case.check`)."""
+    from mlx_h2o.layer import fused_case  # on a GPU only
+
     return fused_case.check(variant, settings, update_and_attend)
 
 

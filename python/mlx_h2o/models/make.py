@@ -17,9 +17,6 @@ from mlx_h2o.budgets.tensor_parallel import ranks_of
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.caches.kv_cache import H2OKVCache
-from mlx_h2o.caches.latent import LatentKVCache
-from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.caches.shared import SharedKVCache
 from mlx_h2o.hosts import own_attention
 from mlx_h2o.hosts.cache_lists import replaced
 from mlx_h2o.hosts.layer_probe import layer_kinds
@@ -121,7 +118,7 @@ def bounded_caches(
             ranks=1 if ranks is None else ranks.count,
             pins=settings.pins,
         )
-        cache = (class_for(kind) if attending else PlainRowsKVCache).of(own, layer.share)
+        cache = class_for(kind, attending).of(own, layer.share)
         cache.choice, cache.context, cache.sharers = plan.choice, settings.context, kind.sharers
         return cache
 
@@ -160,8 +157,19 @@ def spill_to(
         layer.spill_to(way, back)
 
 
-def class_for(kind: LayerKind) -> type[BoundedKVCache]:
-    """The cache class of a layer that attends through this library."""
-    if kind.derived:
-        return LatentKVCache
-    return SharedKVCache if kind.sharers > 1 else H2OKVCache
+def class_for(kind: LayerKind, attending: bool) -> type[BoundedKVCache]:
+    """The cache class of a layer: `H2OKVCache`, or that of another way to attend.
+
+    Args:
+        kind: How the model uses the layer's cache.
+        attending: Whether all layers of the model attend through this library.
+    """
+    if attending and not kind.derived and kind.sharers == 1:
+        return H2OKVCache
+    from mlx_h2o.caches.latent import LatentKVCache
+    from mlx_h2o.caches.plain_rows import PlainRowsKVCache
+    from mlx_h2o.caches.shared import SharedKVCache
+
+    if not attending:
+        return PlainRowsKVCache
+    return LatentKVCache if kind.derived else SharedKVCache

@@ -23,9 +23,8 @@ from mlx_h2o import _checks
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
-from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.base import BoundedKVCache, past_training_text
 from mlx_h2o.caches.conversation import bounded_members
-from mlx_h2o.caches.trained_length import past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.loaded import logits_of

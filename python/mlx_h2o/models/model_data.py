@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 
@@ -18,11 +18,12 @@ from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.calibration.scaling_build import Frames, found_frames, made_frames
 from mlx_h2o.hosts.layer_probe import identity_by_kinds
-from mlx_h2o.hosts.rope_probe import ropes_in_keys
 from mlx_h2o.loading.identity import ModelIdentity, architecture
 from mlx_h2o.models.per_cache import frames_of_caches, slots_of_caches
 from mlx_h2o.policies import Policy
-from mlx_h2o.slots.rope import Rope
+
+if TYPE_CHECKING:
+    from mlx_h2o.slots.rope import Rope
 
 
 def model_data(
@@ -64,6 +65,8 @@ def model_data(
     frames = frames_of_caches(caches, settings.frames)
     ropes: Sequence[Rope | None] = [None] * len(kinds)
     if settings.rolls:
+        from mlx_h2o.hosts.rope_probe import ropes_in_keys
+
         ropes = ropes_in_keys(architecture(model), model, len(kinds))
     return ModelData(profile, key_scaling, frames, slots, ropes, no_profile)
 

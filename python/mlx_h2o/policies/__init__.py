@@ -1,22 +1,12 @@
 """Policies, one a file; importing them registers them."""
 
-from mlx_h2o.policies import presets
-from mlx_h2o.policies.base import (
-    Observation,
-    ObservedMass,
-    Policy,
-    Slots,
-    make_policy,
-    policy_names,
-    register_policy,
-    register_preset,
-)
+from mlx_h2o.policies.base import KernelPolicy, Observation, ObservedMass, Policy, Slots
 from mlx_h2o.policies.distinct import Distinct
 from mlx_h2o.policies.ema import EMA
 from mlx_h2o.policies.ema_logits import EMALogits
 from mlx_h2o.policies.h2o import H2O
-from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.policies.keydiff import KeyDiff
+from mlx_h2o.policies.registry import make_policy, policy_names, register_policy, register_preset
 from mlx_h2o.policies.salient import Salient
 from mlx_h2o.policies.snapkv import SnapKV
 from mlx_h2o.policies.streaming import Streaming
@@ -39,7 +29,6 @@ __all__ = [
     "Streaming",
     "make_policy",
     "policy_names",
-    "presets",
     "register_policy",
     "register_preset",
 ]

@@ -12,13 +12,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import mlx.core as mx
 
 from mlx_h2o import _checks
-from mlx_h2o.policies.field_text import field_of_text
-from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.slots.packed import Packing, value_lengths
 from mlx_h2o.slots.softmax import attention_mass
 
@@ -105,6 +103,40 @@ class Slots:
     def ages(self) -> mx.array:
         """Steps that each token's score covers, its own included: `[B, H, N]` float32, from 1."""
         return (self.offset - mx.maximum(self.positions, self.aged_from)).astype(mx.float32)
+
+
+@dataclass(frozen=True)
+class KernelPolicy:
+    """The scores that the kernels accumulate and the priority by which they rank.
+
+    Attributes:
+        score: The score: "none", "sum" (of masses), "ema", "ema_logits" or "last".
+        priority: The priority: "score", "age", "distance" (`Distinct`), "direction" (`KeyDiff`) or
+            "salience" (`Salient`, which uses values too).
+        decay: The decay of the averages.
+        distance_weight: The weight of the distance in `Distinct` and `Salient`, as the next three.
+        mass_weight: The weight of the mean mass per step; 0 where no masses are accumulated.
+        value_weight: The weight of the value's length.
+        age_weight: The weight of the age.
+        per_layer: Whether the heads' mean priority decides for all heads.
+        age_normalised: Whether scores are divided by the steps since the token came.
+    """
+
+    score: str
+    priority: str
+    decay: float = 0.0
+    distance_weight: float = 1.0
+    mass_weight: float = 0.0
+    value_weight: float = 0.0
+    age_weight: float = 0.0
+    per_layer: bool = False
+    age_normalised: bool = False
+
+    @property
+    def weights(self) -> tuple[float, float, float, float, float]:
+        """Decay of averages; weights of distance, mass, value and age, as in metal/priority.h."""
+        terms = self.distance_weight, self.mass_weight, self.value_weight, -self.age_weight
+        return self.decay, *terms
 
 
 @dataclass(frozen=True)
@@ -284,8 +316,8 @@ class Policy:
         """The worth of each slot in a prompt chunk; `window_mass` is None if `prompt` is "full"."""
         if window_mass is None:
             return self.priority(slots)
-        pooled = average_pool(window_mass, slots.positions, self.pool)
-        return value_weighted(pooled, slots) if self.value_weighted else pooled
+        mass = average_pool(window_mass, slots.positions, self.pool)
+        return value_weighted(mass, slots) if self.value_weighted else mass
 
     def weighted(self, scores: mx.array, slots: Slots) -> mx.array:
         """Scores with the options age_normalised and value_weighted applied."""
@@ -324,24 +356,13 @@ def average_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
         positions: `[B, H, N]`; slots lie in any order.
         width: Odd.
     """
-    return _pooled(mass, positions, width, window_sums) / width
+    return pooled(mass, positions, width, window_sums) / width
 
 
-def maximum_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
-    """The maximum of `width` neighbours in order of position.
-
-    Args:
-        mass: `[B, H, N]`, at least 0.
-        positions: `[B, H, N]`; slots lie in any order.
-        width: Odd.
-    """
-    return _pooled(mass, positions, width, window_maxima)
-
-
-def _pooled(
+def pooled(
     mass: mx.array, positions: mx.array, width: int, pool: Callable[[mx.array, int], mx.array]
 ) -> mx.array:
-    """The result of `pool` over each slot's neighbours in order of position, padded with zeros."""
+    """The result of `pool` over each slot's neighbours; other arguments as in `average_pool`."""
     order = mx.argsort(positions, axis=-1)
     # Beyond the number of slots a greater width changes nothing.
     half = min(width // 2, mass.shape[-1])
@@ -367,90 +388,3 @@ def window_sums(x: mx.array, width: int) -> mx.array:
             sums = sums[..., : -(1 << bit)] + sums[..., 1 << bit :]
     assert total is not None
     return total
-
-
-def window_maxima(x: mx.array, width: int) -> mx.array:
-    """Maxima over each `width` neighbours: `[..., N]` to `[..., N - width + 1]`."""
-    places = x.shape[-1] - width + 1
-    most, reach = x, 1
-    while 2 * reach <= width:
-        most = mx.maximum(most[..., :-reach], most[..., reach:])
-        reach *= 2
-    return mx.maximum(most[..., :places], most[..., width - reach : width - reach + places])
-
-
-_POLICIES: dict[str, type[Policy]] = {}
-_PRESETS: dict[str, tuple[str, dict[str, Any]]] = {}
-
-
-def register_policy(name: str):  # type: ignore[no-untyped-def]
-    """Class decorator: make a Policy dataclass available as `policy=name`.
-
-    Raises:
-        ValueError: The class is no Policy, or the name is one of the library's, by which saved
-            caches find their policy.
-    """
-
-    def register(cls: type[Policy]) -> type[Policy]:
-        if not (isinstance(cls, type) and issubclass(cls, Policy)):
-            raise ValueError(f"{cls!r} must subclass mlx_h2o.Policy to be registered.")
-        library = __name__.partition(".")[0] + "."
-        module = _POLICIES[name].__module__ if name in _POLICIES else ""
-        if not cls.__module__.startswith(library) and (
-            name in _PRESETS or module.startswith(library)
-        ):
-            raise ValueError(f"Policy {name} is of the library: choose another name.")
-        cls.name = name
-        _POLICIES[name] = cls
-        return cls
-
-    return register
-
-
-def register_preset(name: str, policy: str, **settings: Any) -> None:
-    """Make published settings of a policy available under a name of their own."""
-    _PRESETS[name] = (policy, settings)
-
-
-def policy_names() -> list[str]:
-    """Registered policies, then presets."""
-    return [*_POLICIES, *_PRESETS]
-
-
-def make_policy(policy: str | Policy, **settings: Any) -> Policy:
-    """A policy by name (or a given one), with fields changed.
-
-    Args:
-        policy: A Policy, or the name of a registered one or of a preset, with fields if wanted:
-            "salient:recent=64:age_weight=0.5".
-        settings: Fields to change; None leaves a field as it is.
-
-    Raises:
-        ValueError: The name or a field is unknown, or a value is out of range.
-    """
-    settings = {key: value for key, value in settings.items() if value is not None}
-    preset: dict[str, Any] = {}
-    if isinstance(policy, str):
-        policy, *field_texts = policy.split(":")
-        settings = dict(map(field_of_text, field_texts)) | settings
-        name, preset = _PRESETS.get(policy, (policy, {}))
-        if name not in _POLICIES:
-            raise ValueError(
-                f"Unknown policy {_checks.shown(policy)}; choose from {', '.join(policy_names())}."
-                f"{_checks.suggestion(policy, policy_names())}"
-            )
-        cls = _POLICIES[name]
-    elif isinstance(policy, Policy):
-        cls = type(policy)
-    else:
-        raise ValueError(f"policy must be a name or a Policy; got {_checks.shown(policy)}.")
-    names = [f.name for f in fields(cls)]
-    unknown = sorted(set(settings) - set(names))
-    if unknown:
-        raise ValueError(
-            f"Policy {cls.name!r} has no field {', '.join(unknown)}; it has {', '.join(names)}."
-            f"{_checks.suggestion(unknown[0], names)}"
-        )
-    if isinstance(policy, str):
-        return cls(**{**preset, **settings})
-    return replace(policy, **settings)

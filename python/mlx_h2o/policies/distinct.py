@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_h2o.policies import terms
-from mlx_h2o.policies.base import Policy, Slots, register_policy, value_weighted
-from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.policies.base import KernelPolicy, Policy, Slots, value_weighted
+from mlx_h2o.policies.registry import register_policy
 
 # Without masses the distance matters more, and a lower age weight keeps the distant tokens.
 KEYS_ONLY = {"mass_weight": 0.0, "age_weight": 0.25, "recent": 0.25}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Observation, Policy, register_policy
-from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.policies.base import KernelPolicy, Observation, Policy
+from mlx_h2o.policies.registry import register_policy
 
 
 @register_policy("ema")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Observation, register_policy
+from mlx_h2o.policies.base import KernelPolicy, Observation
 from mlx_h2o.policies.ema import EMA
-from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.policies.registry import register_policy, register_preset
 
 
 @register_policy("ema-logits")
@@ -28,3 +28,7 @@ class EMALogits(EMA):
         B, Hq, L, N = query.logits.shape
         size = mx.where(query.logits == -mx.inf, 0.0, mx.abs(query.logits))
         return size.reshape(B, query.heads, -1, N).sum(axis=2) * (query.heads / Hq)
+
+
+# The AtomGradient report: 4 sink + 128 recent + 124 heavy of 256 slots, |logit| averages per layer.
+register_preset("paper", "ema-logits", sink=4, recent=128, unit="layer", prompt="full")

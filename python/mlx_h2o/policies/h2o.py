@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_h2o.policies.base import Policy, register_policy
-from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.policies.base import KernelPolicy, Policy
+from mlx_h2o.policies.registry import register_policy, register_preset
 
 
 @register_policy("h2o")
@@ -20,3 +20,7 @@ class H2O(Policy):
 
     def kernel_policy(self) -> KernelPolicy | None:
         return KernelPolicy("sum", "score")
+
+
+# Zhang et al. 2023, section 5: half heavy hitters, half recent, no sinks, sums over all queries.
+register_preset("h2o-paper", "h2o", sink=0, recent=0.5, prompt="full")

@@ -6,15 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import (
-    Observation,
-    Policy,
-    Slots,
-    maximum_pool,
-    register_policy,
-    value_weighted,
-)
-from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.policies.base import KernelPolicy, Observation, Policy, Slots, pooled, value_weighted
+from mlx_h2o.policies.registry import register_policy
 
 
 @register_policy("snapkv")
@@ -53,5 +46,26 @@ class SnapKV(Policy):
     def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
         if window_mass is None:
             return self.priority(slots)
-        pooled = maximum_pool(window_mass, slots.positions, self.pool)
-        return value_weighted(pooled, slots) if self.value_weighted else pooled
+        mass = maximum_pool(window_mass, slots.positions, self.pool)
+        return value_weighted(mass, slots) if self.value_weighted else mass
+
+
+def maximum_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
+    """The maximum of `width` neighbours in order of position.
+
+    Args:
+        mass: `[B, H, N]`, at least 0.
+        positions: `[B, H, N]`; slots lie in any order.
+        width: Odd.
+    """
+    return pooled(mass, positions, width, window_maxima)
+
+
+def window_maxima(x: mx.array, width: int) -> mx.array:
+    """Maxima over each `width` neighbours: `[..., N]` to `[..., N - width + 1]`."""
+    places = x.shape[-1] - width + 1
+    most, reach = x, 1
+    while 2 * reach <= width:
+        most = mx.maximum(most[..., :-reach], most[..., reach:])
+        reach *= 2
+    return mx.maximum(most[..., :places], most[..., width - reach : width - reach + places])

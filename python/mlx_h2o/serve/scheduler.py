@@ -23,13 +23,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o._byte_size import Share
-from mlx_h2o.caches.conversation import bounded_members, pin
+from mlx_h2o.caches.conversation import bounded_members, past_training, pin
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.compression.reading import TWICE, Readings, TwoReadings
 from mlx_h2o.compression.twice import require_readable
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries
-from mlx_h2o.models.trained_length import past_training
 from mlx_h2o.serve import ranks, reading
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.batch import Batch

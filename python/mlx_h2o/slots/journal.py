@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from mlx_h2o.slots.recent_window import RecentWindow
 from mlx_h2o.slots.remainder import STATISTICS, Remainder
 from mlx_h2o.slots.slot_store import Run, SlotStore
 from mlx_h2o.slots.softmax import Mask
+
+if TYPE_CHECKING:
+    from mlx_h2o.slots.recent_window import RecentWindow
 
 #: Most steps of a journal. Each is held whole, and shorter prompts are read token by token.
 MOST_STEPS = 2**16

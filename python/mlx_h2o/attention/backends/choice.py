@@ -4,7 +4,6 @@ of the call."""
 from __future__ import annotations
 
 import functools
-import importlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ import mlx.core as mx
 
 from mlx_h2o.attention.backends import reference
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
-from mlx_h2o.attention.backends.self_check_variants import Proof
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.loading.tested_versions import is_newer, warn_if_newer
@@ -24,6 +22,7 @@ from mlx_h2o.slots.packed import PackedRows
 
 if TYPE_CHECKING:
     from mlx_h2o.attention.backends.gpu import Gpu
+    from mlx_h2o.attention.backends.self_check_variants import Proof
 
 # Most query heads of one KV head in a kernel call (kMaxRows in kernels.h).
 MOST_QUERY_HEADS = 32
@@ -70,9 +69,9 @@ def gpu() -> Gpu | None:
     """The kernels of the GPU that is the default device, or None."""
     if _reference_only or mx.default_device().type != mx.DeviceType.gpu:
         return None
-    name = "metal" if mx.metal.is_available() else "cuda"
-    of_gpu: Gpu = importlib.import_module(f"mlx_h2o.attention.backends.{name}").GPU
-    return of_gpu
+    from mlx_h2o.attention.backends.gpu import CUDA, METAL  # takes long to load
+
+    return METAL if mx.metal.is_available() else CUDA
 
 
 @functools.cache

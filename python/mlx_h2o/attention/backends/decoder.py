@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import mlx.core as mx
 
 from mlx_h2o.slots.journal import StepBefore
-from mlx_h2o.slots.recent_window import RecentStep
 from mlx_h2o.slots.remainder import Remainder
+
+if TYPE_CHECKING:
+    from mlx_h2o.slots.recent_window import RecentStep
 
 
 class HeadPlan(NamedTuple):

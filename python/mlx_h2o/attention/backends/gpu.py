@@ -1,4 +1,4 @@
-"""What the GPU backends share: everything except how a kernel is built."""
+"""The kernels of metal/ as a backend, through `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`."""
 
 from __future__ import annotations
 
@@ -246,3 +246,8 @@ def _placed(
         for head, (_, length) in zip(heads, ranges, strict=True)
     ]
     return reference.placed(parts, ranges, k.shape[1], filler)
+
+
+#: The kernels of metal/ on Apple's and on NVIDIA's GPUs.
+METAL = Gpu(Launcher(mx.fast.metal_kernel, "metal"))
+CUDA = Gpu(Launcher(mx.fast.cuda_kernel, "cuda"))

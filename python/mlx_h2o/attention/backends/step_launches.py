@@ -14,7 +14,7 @@ from mlx_h2o.attention.backends.decoder import HeadPlan
 from mlx_h2o.attention.backends.launcher import SIMDGROUP, Launcher, Outputs
 from mlx_h2o.attention.backends.row_buffers import buffers, packing
 from mlx_h2o.attention.backends.work import Ranges
-from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.policies.base import KernelPolicy
 from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import PackedRows, Rows
 from mlx_h2o.slots.remainder import Remainder

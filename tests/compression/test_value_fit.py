@@ -6,7 +6,7 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.layer.value_fit import AllRows, least_squares
+from mlx_h2o.compression.value_fit import AllRows, fit_values, least_squares
 from mlx_h2o.slots.packed import dense
 
 B, HQ, H, T, D = 2, 4, 2, 60, 64
@@ -36,7 +36,7 @@ def reduced(rows, slots, **settings):
 def fit(cache, before, rows, anchor=0.0):
     count = len(cache.slots(cache.store.runs[0]).positions[0, 0])
     anchors = [np.full((B, count), anchor, np.float32)] * H
-    cache.fit_values(before, AttentionCall(rows[2], D**-0.5), anchors)
+    fit_values(cache.layer, before, AttentionCall(rows[2], D**-0.5), anchors)
 
 
 def values_of(cache):

@@ -108,6 +108,7 @@ def fit_values(layer: Layer, before: AllRows, call: AttentionCall, anchors: Sequ
         fitted.append(layer.packing.fields("values", rows))
     for name in fitted[0]:
         layer.store.write(name, [fields[name] for fields in fitted])
+    mx.eval(layer.arrays())
 
 
 def _by_head(layer: Layer, run: Run) -> list[Fields]:
