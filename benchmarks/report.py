@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks import attention, model, products
 from benchmarks.figures import Figure, attention_figures, model_figures
 from benchmarks.measuring import Samples
+from mlx_h2o.evaluate.report import Table
 
 CellsOf = Callable[[attention.Result], Sequence[str]]
 # The columns that identify a row's case.
@@ -99,44 +98,32 @@ def prompt_json(samples: Samples | None) -> dict[str, Any] | None:
     }
 
 
-def numbers(title: str, *columns: str) -> Table:
-    """A table whose first column is text."""
-    table = Table(title=title)
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
-
-
-def of_cases(results: list[attention.Result], table: Table, cells: CellsOf) -> Table:
+def of_cases(
+    title: str, columns: Sequence[str], results: list[attention.Result], cells: CellsOf
+) -> Table:
     """A table with one row a case, whose cells a function gives."""
-    for result in results:
-        case = result.case
-        table.add_row(str(case.shape), f"{case.slots}", case.dtype, *cells(result))
-    return table
+    rows = [(str(r.case.shape), f"{r.case.slots}", r.case.dtype, *cells(r)) for r in results]
+    return Table(title, (*CASE, *columns), rows)
 
 
 def times_table(results: list[attention.Result]) -> Table:
     """Milliseconds of MLX and ours."""
     arms = (attention.MLX, attention.OFF, attention.SCORES, attention.MASS, *attention.STEPS)
-    table = numbers("attention for one token, milliseconds", *CASE, *arms)
     return of_cases(
-        results, table, lambda r: [f"{1e3 * r.samples.median(arm):.3f}" for arm in arms]
+        "attention for one token, milliseconds",
+        arms,
+        results,
+        lambda r: [f"{1e3 * r.samples.median(arm):.3f}" for arm in arms],
     )
 
 
 def speeds_table(results: list[attention.Result]) -> Table:
     """Speed over MLX's, and the share of the read bandwidth."""
     arms = (attention.OFF, attention.SCORES, attention.STEP_DISTINCT)
-    table = numbers(
-        "times as fast as MLX, and share of the bandwidth of a plain read",
-        *CASE,
-        "read, GB/s",
-        *arms,
-    )
     return of_cases(
+        "times as fast as MLX, and share of the bandwidth of a plain read",
+        ("read, GB/s", *arms),
         results,
-        table,
         lambda r: [
             f"{r.bandwidth / 1e9:.1f}",
             *(
@@ -149,9 +136,7 @@ def speeds_table(results: list[attention.Result]) -> Table:
 
 def prices_table(results: list[attention.Result]) -> Table:
     """The cost of each feature over going without."""
-    table = numbers(
-        "how much longer it takes",
-        *CASE,
+    columns = (
         "scores",
         "mass only",
         "ragged heads",
@@ -167,19 +152,13 @@ def prices_table(results: list[attention.Result]) -> Table:
             for arm, base in attention.PRICES.values()
         ]
 
-    return of_cases(results, table, cells)
+    return of_cases("how much longer it takes", columns, results, cells)
 
 
 def packed_table(results: list[attention.Result]) -> Table:
     """Milliseconds with scores over dense and packed rows, and their ratios."""
     arms = (attention.SCORES, *attention.PACKED, attention.COMPOSITE)
-    table = numbers(
-        "attention with scores over packed rows, milliseconds and times as fast as dense",
-        *CASE,
-        "dense",
-        *arms[1:],
-        "8 bits over mlx-lm",
-    )
+    title = "attention with scores over packed rows, milliseconds and times as fast as dense"
 
     def cells(result: attention.Result) -> list[str]:
         samples = result.samples
@@ -192,57 +171,57 @@ def packed_table(results: list[attention.Result]) -> Table:
             f"{samples.speed(attention.EIGHT, attention.COMPOSITE):.1f}x",
         ]
 
-    return of_cases(results, table, cells)
+    return of_cases(title, ("dense", *arms[1:], "8 bits over mlx-lm"), results, cells)
 
 
 def decoding_table(samples: Samples) -> Table:
     """Tokens per second."""
-    table = numbers(
-        "decoding inside the budget", "cache", "tokens/s", "over streaming", "over the window"
-    )
-    for arm in samples.arms:
-        table.add_row(
+    rows = [
+        (
             arm,
             f"{1 / samples.median(arm):.1f}",
             f"{samples.speed(arm, model.STREAMING):.3f}",
             f"{samples.speed(arm, model.WINDOW):.3f}",
         )
-    return table
+        for arm in samples.arms
+    ]
+    columns = ("cache", "tokens/s", "over streaming", "over the window")
+    return Table("decoding inside the budget", columns, rows)
 
 
 def prompt_table(samples: Samples) -> Table:
     """Seconds to the first token."""
-    table = numbers("reading the prompt", "cache", "seconds", "time over plain")
-    for arm in samples.arms:
-        ratio = samples.ratio(arm, model.PLAIN)
-        table.add_row(arm, f"{samples.median(arm):.2f}", f"{ratio:.3f}")
-    return table
+    rows = [
+        (arm, f"{samples.median(arm):.2f}", f"{samples.ratio(arm, model.PLAIN):.3f}")
+        for arm in samples.arms
+    ]
+    return Table("reading the prompt", ("cache", "seconds", "time over plain"), rows)
 
 
 def products_table(results: list[products.Product]) -> Table:
     """Milliseconds with both BLAS."""
-    table = numbers(
-        "a float32 matrix product, milliseconds",
-        "rows, columns, terms",
-        products.LINKED,
-        products.OPENBLAS,
-        "times as fast",
-    )
+    rows = []
     for product in results:
         samples = product.samples
         times = (f"{1e3 * samples.median(arm):.3f}" for arm in samples.arms)
         gain = samples.speed(products.OPENBLAS, products.LINKED)
-        table.add_row(", ".join(map(str, product.shape)), *times, f"{gain:.1f}")
-    return table
+        rows.append((", ".join(map(str, product.shape)), *times, f"{gain:.1f}"))
+    columns = ("rows, columns, terms", products.LINKED, products.OPENBLAS, "times as fast")
+    return Table("a float32 matrix product, milliseconds", columns, rows)
 
 
 def figures_table(figures: list[Figure]) -> Table:
     """Ratios of times: the speed that bounded memory costs or gains."""
-    table = numbers("ratios", "", "measured", "quietest rounds", "worst case", "better is")
-    for f in figures:
-        values = (f"{value:.3g}" for value in (f.value, f.quiet, f.worst))
-        table.add_row(f.name, *values, "more" if f.at_least else "less")
-    return table
+    rows = [
+        (
+            figure.name,
+            *(f"{value:.3g}" for value in (figure.value, figure.quiet, figure.worst)),
+            "more" if figure.at_least else "less",
+        )
+        for figure in figures
+    ]
+    columns = ("", "measured", "quietest rounds", "worst case", "better is")
+    return Table("ratios", columns, rows)
 
 
 def meaning(report: Report) -> list[str]:

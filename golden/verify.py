@@ -15,7 +15,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from rich.table import Table
 
 from golden import manifest
 from golden.groups import GROUPS
@@ -25,6 +24,7 @@ from mlx_h2o._progress import progress_bar
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.cli.parsing import Parser
 from mlx_h2o.cli.tables import show
+from mlx_h2o.evaluate.report import Table
 
 
 @dataclass(frozen=True)
@@ -221,20 +221,18 @@ def run(args: argparse.Namespace) -> None:
 
 def table(verdicts: list[Verdict]) -> Table:
     """The verdicts for a terminal."""
-    rows = Table(title="golden vectors")
-    for column in ("backend", "group"):
-        rows.add_column(column)
-    for column in ("cases", "worst error / tolerated", "differences"):
-        rows.add_column(column, justify="right")
-    for verdict in verdicts:
-        rows.add_row(
+    columns = ("backend", "group", "cases", "worst error / tolerated", "differences")
+    rows = [
+        (
             verdict.backend,
             verdict.group,
             str(verdict.cases),
             f"{verdict.worst:.2f}",
             str(len(verdict.differences)),
         )
-    return rows
+        for verdict in verdicts
+    ]
+    return Table("golden vectors", columns, rows, texts=(0, 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import statistics
@@ -14,7 +13,6 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from benchmarks import attention, figures, machine, model, products
 from benchmarks.__main__ import DTYPES, cases_of, main
@@ -23,6 +21,7 @@ from benchmarks.measuring import Samples, in_turns, summary, timed
 from benchmarks.report import Report, meaning
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
+from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate import machine as described
 from mlx_h2o.policies import make_policy
 
@@ -222,7 +221,7 @@ def test_packed_rows_are_told_apart_by_their_bytes_alone() -> None:
     assert len(seen) == 3
 
 
-def test_figures_are_told_as_aimed() -> None:
+def test_figures_are_told_as_aimed(capsys: pytest.CaptureFixture[str]) -> None:
     case = attention.Case(attention.LARGE, 4096, "float32")
     seconds = dict.fromkeys((*attention.STEPS, attention.STEP_RAGGED), 2.0)
     seconds |= {
@@ -238,10 +237,9 @@ def test_figures_are_told_as_aimed() -> None:
     assert not reached.pop("time of scores over no scores, from 4096 slots")
     assert all(reached.values())
 
-    console = Console(width=200, file=io.StringIO())
     for table in Report({}, {}, [result]).tables():
-        console.print(table)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
+        show(table)
+    printed = capsys.readouterr().out
     for shown in ("(32, 8, 128)", "26.000", "13.0x, 65%", "+5.0%", "better is", "1.000, 2.10x"):
         assert shown in printed
     assert "aim" not in printed

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
-from mlx_h2o.cli import main, tables
+from mlx_h2o.cli import main
 from mlx_h2o.cli.evaluate import plain_text, share_of
 from mlx_h2o.evaluate.charts import svg
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
@@ -31,7 +31,7 @@ from mlx_h2o.evaluate.measures.perplexity import Perplexity, mean_interval
 from mlx_h2o.evaluate.methods import FULL, OURS, PACKED, Method, default_methods, sized
 from mlx_h2o.evaluate.presets import PRESETS, chosen_measures
 from mlx_h2o.evaluate.reader import Reader, no_progress, read
-from mlx_h2o.evaluate.report import Curves, Rows
+from mlx_h2o.evaluate.report import Curves
 from mlx_h2o.evaluate.summary import answer_of
 from mlx_h2o.loading.load import SAMPLE_TEXT
 
@@ -403,25 +403,6 @@ def test_bad_options_end_in_one_line(options, text, capsys):
     err = capsys.readouterr().err
     assert text in err
     assert "Traceback" not in err
-
-
-def test_a_narrow_terminal_gets_fewer_columns(monkeypatch, capsys):
-    """No line is folded, and a line says what is missing; pipes get everything."""
-    names = ("cache", *(f"a long heading {i}" for i in range(12)), "the last")
-    rows = Rows("title", names, [["mlx-h2o", *["1,234,567"] * 13]] * 4)
-    tables.show(tables.rich_table(rows))
-    assert "the last" in capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    tables.show(tables.rich_table(rows))
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    lines = plain.splitlines()
-    assert max(map(len, lines[:-1])) <= 100
-    assert len(lines) < 12
-    assert lines[-1].startswith("Left out for want of width: ")
-    assert "the last" in lines[-1]
-    assert "mlx-h2o" in plain
 
 
 def test_sigterm_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):

@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from mlx_h2o import _checks
 from mlx_h2o._files import require_writable, write_kept
 from mlx_h2o._progress import progress_bar
@@ -21,6 +18,7 @@ from mlx_h2o.calibration.calibrate import calibrated
 from mlx_h2o.calibration.checkpoint import CalibratedLayers
 from mlx_h2o.cli.options import add_model_option, load_model, read_text
 from mlx_h2o.cli.tables import show
+from mlx_h2o.evaluate.report import Table
 from mlx_h2o.hosts.layer_probe import identity_by_kinds
 from mlx_h2o.hosts.recorder import profiled_kinds, require_weighable
 from mlx_h2o.loading.load import CALIBRATION_TEXT
@@ -80,26 +78,18 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"profile": str(out), "budgets": profile.budgets(args.show)}))
         return
-    show(heat_map(profile, args.show))
+    show(slots_by_head(profile, args.show))
     print(f"The profile is {out}.", file=sys.stderr)
 
 
-def heat_map(profile: Profile, mean: int) -> Table:
-    """Slots per layer and KV head; brighter is more."""
+def slots_by_head(profile: Profile, mean: int) -> Table:
+    """Slots per layer and KV head."""
     budgets = profile.budgets(mean)
-    most = max(max(layer) for layer in budgets)
-    rows = Table(title=f"slots per KV head at a mean of {mean} ({profile.method})")
-    rows.add_column("layer", justify="right")
-    for head in range(max(map(len, budgets))):
-        rows.add_column(f"head {head}", justify="right")
-    for layer, slots in enumerate(budgets):
-        cells = [Text(f" {s} ", style=f"black on {shade(s / most)}") for s in slots]
-        rows.add_row(str(layer), *cells)
-    return rows
-
-
-def shade(share: float) -> str:
-    """A colour from pale (none) to orange (all)."""
-    pale, full = (245, 240, 230), (235, 110, 20)
-    r, g, b = (round(p + share * (f - p)) for p, f in zip(pale, full, strict=True))
-    return f"rgb({r},{g},{b})"
+    heads = max(map(len, budgets))
+    rows = [
+        [f"{layer}", *map(str, slots), *[""] * (heads - len(slots))]
+        for layer, slots in enumerate(budgets)
+    ]
+    columns = ["layer", *(f"head {head}" for head in range(heads))]
+    title = f"slots per KV head at a mean of {mean} ({profile.method})"
+    return Table(title, columns, rows, texts=())

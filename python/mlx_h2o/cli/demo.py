@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from rich.table import Table
-
 from mlx_h2o._files import require_folder, write_kept
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
@@ -19,6 +17,7 @@ from mlx_h2o.evaluate.facts import CLOZE, QUESTIONS, Form, recall_task
 from mlx_h2o.evaluate.methods import OURS, Method
 from mlx_h2o.evaluate.planting import ANSWER_TOKENS, Answers, demo_methods, draw, plant_and_ask
 from mlx_h2o.evaluate.plotting import drawing
+from mlx_h2o.evaluate.report import Table
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 
@@ -104,17 +103,15 @@ def table(results: list[Answers], title: str, expected: str) -> Table:
         title: The table's title.
         expected: The correct first answer.
     """
-    rows = Table(title=title)
-    rows.add_column("cache")
-    for column in ("KV bytes", "of full", "facts"):
-        rows.add_column(column, justify="right")
-    rows.add_column(f"its first answer ({expected})")
-    for result in results:
-        rows.add_row(
+    columns = ("cache", "KV bytes", "of full", "facts", f"its first answer ({expected})")
+    rows = [
+        (
             result.method,
             f"{result.nbytes:,}",
             f"{result.nbytes / results[0].nbytes:.0%}",
             f"{sum(result.right)}/{len(result.right)}",
             result.texts[0],
         )
-    return rows
+        for result in results
+    ]
+    return Table(title, columns, rows, texts=(0, len(columns) - 1))

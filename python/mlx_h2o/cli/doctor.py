@@ -7,11 +7,10 @@ import json
 import time
 from typing import Any
 
-from rich.table import Table
-
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.doctor.examination import QUICK, Section, examine, machine_and_device
+from mlx_h2o.evaluate.report import Table
 
 #: The exit code where something is wrong.
 FAILED = 1
@@ -60,13 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 def show_section(section: Section) -> None:
     """A section as a table."""
-    table = Table(title=section.title)
-    for i, column in enumerate(section.rows[0]):
-        table.add_column(column, justify="right" if i else "left")
-    for row in section.rows:
-        table.add_row(*map(text_of, row.values()))
+    rows = [list(map(text_of, row.values())) for row in section.rows]
     print()
-    show(table)
+    show(Table(section.title, list(section.rows[0]), rows))
 
 
 def text_of(value: str | float) -> str:

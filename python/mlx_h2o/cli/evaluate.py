@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlx_h2o.cli.options import (
     settle_model,
     typed,
 )
-from mlx_h2o.cli.tables import machine_line, rich_table, show
+from mlx_h2o.cli.tables import machine_line, show
 from mlx_h2o.evaluate.evaluation import Evaluation, sizes_of
 from mlx_h2o.evaluate.facts import FORMS
 from mlx_h2o.evaluate.measures import MEASURES, Measure
@@ -309,8 +310,9 @@ def print_sections(sections: list[Section], answer: str, markdown: bool) -> None
     if answer:
         print(f"{answer}\n")
     for section in sections:
-        for rows in section.tables:
-            show(rich_table(rows, section.title), markdown)
+        for table in section.tables:
+            title = ": ".join(filter(None, (section.title, table.title)))
+            show(replace(table, title=title), markdown)
             print()
 
 

@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.cli.options import typed
 from mlx_h2o.cli.tables import show as show_table
+from mlx_h2o.evaluate.report import Table
 from mlx_h2o.serve.keys import token_count, tokens_of
 from mlx_h2o.serve.sessions import DAY, Note, SavedConversation, conversations_in, locked
 
@@ -71,12 +70,9 @@ def list_all(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps([_fields(one, Note.read(one.path)) for one in files], indent=2))
         return
-    table = Table(title=f"{args.folder}: {len(files)} conversations")
-    for column in ("name", "last turn", "tokens", "size", "model", "began with"):
-        table.add_column(column, justify="right" if column in ("tokens", "size") else "left")
-    for one in files:
-        note = Note.read(one.path)
-        table.add_row(
+    columns = ("name", "last turn", "tokens", "size", "model", "began with")
+    rows = [
+        (
             _short(one, files),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(one.written)),
             f"{token_count(note.place.key):,}" if note else "?",
@@ -84,8 +80,12 @@ def list_all(args: argparse.Namespace) -> None:
             note.model if note else "(damaged)",
             note.turn.title if note else "",
         )
-    table.caption = f"{size_text(sum(one.size for one in files))} in all"
-    show_table(table)
+        for one in files
+        for note in [Note.read(one.path)]
+    ]
+    title = f"{args.folder}: {len(files)} conversations"
+    in_all = f"{size_text(sum(one.size for one in files))} in all"
+    show_table(Table(title, columns, rows, in_all, texts=(0, 1, 4, 5)))
 
 
 def show_one(args: argparse.Namespace) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import rich.table
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
-from mlx_h2o.evaluate.report import Rows
+from mlx_h2o.evaluate.report import Table
 
 # Wider than any table, so that no cell is folded or cut.
 UNLIMITED = 10_000
@@ -24,81 +25,56 @@ def show(table: Table, markdown: bool = False) -> None:
         table: The table to print.
         markdown: Whether to print it as Markdown, wherever it goes.
     """
-    console = Console()
-    wide = Console(width=UNLIMITED)
+    console, wide = Console(), Console(width=UNLIMITED)
     if markdown:
-        caption = f"\n{text_of(table.caption)}" if table.caption else None
-        wide.print(f"{table.title}\n", highlight=False)
-        table.title, table.caption, table.box = None, None, box.MARKDOWN
-        wide.print(table)
-        if caption:
-            wide.print(caption, highlight=False)
-    elif not console.is_terminal:
-        print(aligned(table))
-    else:
-        dropped: list[str] = []
-        while len(table.columns) > 2 and _width(table) > console.width:
-            dropped.insert(0, text_of(table.columns.pop().header))
-        if _width(table) <= console.width:
-            console.print(table)
-        else:  # the terminal folds its lines
-            print(aligned(table))
-        if dropped:
-            names = ", ".join(filter(None, dropped))
-            print(f"Left out for want of width: {names}. A file or a pipe gets every column.")
+        print(f"{table.title}\n")
+        wide.print(_drawn(table.columns, table, box=box.MARKDOWN))
+        if table.caption:
+            print(f"\n{table.caption}")
+        return
+    if not console.is_terminal:
+        print(aligned(table, table.columns))
+        return
+
+    def width_of(drawn: rich.table.Table) -> int:
+        return Measurement.get(wide, wide.options, drawn).maximum
+
+    columns, left_out = list(table.columns), list[str]()
+    words = {"title": table.title, "caption": table.caption or None}
+    while len(columns) > 2 and width_of(_drawn(columns, table, **words)) > console.width:
+        left_out.insert(0, columns.pop())
+    drawn = _drawn(columns, table, **words)
+    if width_of(drawn) <= console.width:
+        console.print(drawn)
+    else:  # the terminal folds its lines
+        print(aligned(table, columns))
+    if left_out:
+        names = ", ".join(filter(None, left_out))
+        print(f"Left out for want of width: {names}. A file or a pipe gets every column.")
 
 
-def _width(table: Table) -> int:
-    """The columns of a terminal that a table needs."""
-    wide = Console(width=UNLIMITED)
-    return Measurement.get(wide, wide.options, table).maximum
+def _drawn(columns: Sequence[str], table: Table, **options: Any) -> rich.table.Table:
+    """The first columns of a table as rich draws them."""
+    made = rich.table.Table(**options)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i in table.texts else "right")
+    for row in table.rows:
+        made.add_row(*map(Text, row[: len(columns)]))
+    return made
 
 
-def cells_of(table: Table) -> list[list[str]]:
-    """The header and the rows of a table, as text."""
-    columns = [[text_of(column.header), *map(text_of, column.cells)] for column in table.columns]
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def text_of(cell: Any) -> str:
-    """A cell without its colours."""
-    return (cell.plain if isinstance(cell, Text) else str(cell)).strip()
-
-
-def aligned(table: Table) -> str:
-    """One line for each row, as wide as needed, for files and other programs."""
-    rows = cells_of(table)
+def aligned(table: Table, columns: Sequence[str]) -> str:
+    """One line for each row of the first columns, as wide as needed, between title and caption."""
+    rows = [columns, *(row[: len(columns)] for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = [column.justify == "right" for column in table.columns]
     lines = [
         GAP.join(
-            cell.rjust(width) if flush else cell.ljust(width)
-            for cell, width, flush in zip(row, widths, right, strict=True)
+            cell.ljust(width) if i in table.texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-    return framed(table, lines)
-
-
-def framed(table: Table, lines: list[str]) -> str:
-    """Lines with a table's title above and its caption below."""
-    caption = [text_of(table.caption)] if table.caption else []
-    return "\n".join([text_of(table.title), *lines, *caption])
-
-
-def rich_table(rows: Rows, title: str = "") -> Table:
-    """A report's table for `show`.
-
-    Args:
-        rows: The table.
-        title: The title of its section.
-    """
-    made = Table(title=": ".join(filter(None, (title, rows.title))), caption=rows.caption or None)
-    for i, column in enumerate(rows.columns):
-        made.add_column(column, justify="right" if i else "left")
-    for row in rows.rows:
-        made.add_row(*row)
-    return made
+    return "\n".join([table.title, *lines, *([table.caption] if table.caption else [])])
 
 
 def machine_line(machine: dict[str, Any]) -> str:

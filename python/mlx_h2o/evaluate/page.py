@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from mlx_h2o.evaluate.charts import svg
-from mlx_h2o.evaluate.report import Rows, Section
+from mlx_h2o.evaluate.report import Section, Table
 from mlx_h2o.loading.load import PACKAGE
 
 #: The page's template, with {{names}} to fill in.
@@ -70,7 +70,7 @@ def _section(number: int, section: Section) -> str:
     )
 
 
-def _table(rows: Rows) -> str:
+def _table(rows: Table) -> str:
     title = f"<caption>{_text(rows.title)}</caption>" if rows.title else ""
     head = "".join(f"<th>{_text(column)}</th>" for column in rows.columns)
     body = "".join(

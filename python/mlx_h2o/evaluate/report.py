@@ -7,20 +7,22 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Rows:
+class Table:
     """A table.
 
     Attributes:
         title: The text above the table.
-        columns: Headings; the first column is text, the others are figures.
+        columns: Headings.
         rows: Cells as text.
         caption: The text below the table.
+        texts: The places of the columns of text; the others are figures.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
+    texts: Sequence[int] = (0,)
 
 
 @dataclass(frozen=True)
@@ -59,5 +61,5 @@ class Section:
 
     title: str
     about: str
-    tables: Sequence[Rows] = ()
+    tables: Sequence[Table] = ()
     charts: Sequence[Curves] = ()

@@ -9,7 +9,7 @@ from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES, budgets_of_model
 from mlx_h2o.evaluate.measures import Results
 from mlx_h2o.evaluate.measures.perplexity import LEVEL, Perplexity
 from mlx_h2o.evaluate.methods import FULL, OURS, Method, parse_method, sized
-from mlx_h2o.evaluate.report import Curves, Rows, Section
+from mlx_h2o.evaluate.report import Curves, Section, Table
 
 
 @dataclass(frozen=True)
@@ -140,4 +140,4 @@ def section(made: Sequence[Choice], chosen: Choice | None, most: float) -> Secti
         logarithmic=True,
     )
     title = f"The smallest cache that loses at most {100 * most:g} %"
-    return Section(title, "", [Rows("", columns, rows)], [curves])
+    return Section(title, "", [Table("", columns, rows)], [curves])

@@ -27,7 +27,7 @@ from mlx_h2o.evaluate.facts import (
 from mlx_h2o.evaluate.measures.base import ASKING, Measure, Result, Results, fraction, part_of
 from mlx_h2o.evaluate.methods import Method
 from mlx_h2o.evaluate.reader import Reader, Tell, answers_right, in_batches, read
-from mlx_h2o.evaluate.report import Rows, Section
+from mlx_h2o.evaluate.report import Section, Table
 
 #: Facts in a prompt that holds several.
 COMPANY = 4
@@ -240,7 +240,7 @@ class NeedleMeasure(Measure):
             "A fact at each depth of each length, then its question. Unseen: the text was read and "
             "cut down before the question came; seen: the question came with the text's last "
             "chunk. Only facts that the full cache answers count.",
-            [Rows("", columns, rows)],
+            [Table("", columns, rows)],
         )
 
 

@@ -20,7 +20,7 @@ from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, bytes_of
 from mlx_h2o.evaluate.measures.base import Measure, Result, Results, signed
 from mlx_h2o.evaluate.methods import Method
 from mlx_h2o.evaluate.reader import Reader, Tell
-from mlx_h2o.evaluate.report import Curves, Rows, Section
+from mlx_h2o.evaluate.report import Curves, Section, Table
 from mlx_h2o.evaluate.side_by_side import side_by_side
 from mlx_h2o.hosts.loaded import logits_of
 
@@ -224,7 +224,7 @@ class PerplexityMeasure(Measure):
             f"{self.samples} samples of {self.length} tokens, one token at a time after the first "
             f"{self.prefill}. The loss is against the full cache, with its standard error; the "
             "interval is its paired bootstrap over the samples.",
-            [Rows("", columns, rows)],
+            [Table("", columns, rows)],
             [self._curves(results)],
         )
 

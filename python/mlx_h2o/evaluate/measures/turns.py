@@ -16,7 +16,7 @@ from mlx_h2o.evaluate.measures.base import ASKING, Measure, Result, Results, fra
 from mlx_h2o.evaluate.measures.needles import facts_of
 from mlx_h2o.evaluate.methods import Method
 from mlx_h2o.evaluate.reader import Reader, Tell, answers_right, read
-from mlx_h2o.evaluate.report import Curves, Rows, Section
+from mlx_h2o.evaluate.report import Curves, Section, Table
 from mlx_h2o.slots.pins import Span
 
 _SIGNALS = "bell drum horn whistle gong trumpet siren clapper".split()
@@ -170,7 +170,7 @@ class TurnMeasure(Measure):
                         lines[", ".join([method.name, *ways])] = line
             columns = ["cache", *(["way"] * (len(list(self.ways())) > 1))]
             columns += [f"after turn {turn}" for turn in turns]
-            tables.append(Rows(f"The {name} of the first turn", columns, rows))
+            tables.append(Table(f"The {name} of the first turn", columns, rows))
         after = [float(turn) for turn in self.asked_after]
         chart = Curves(
             "The first turn's fact", after, lines, "turn", "known, of what the full cache is"
