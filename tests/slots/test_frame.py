@@ -6,7 +6,7 @@ import pytest
 from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.calibration.scaling_build import frames_of
 from mlx_h2o.slots.key_scaling import LEAST_SCALE, Frame
-from mlx_h2o.slots.packed import PackedRows
+from mlx_h2o.slots.packed import PackedRows, Packing
 from tiny_models import tiny_model
 
 HEADS, WIDTH = 2, 64
@@ -57,7 +57,8 @@ def test_bytes_of_a_row_are_those_it_is_packed_in():
             rows.nbytes if bits is None else PackedRows.of(rows, bits, 64).nbytes
             for bits in (k_bits, v_bits)
         )
-        assert RowFormat(k_bits, v_bits).row_bytes(WIDTH, WIDTH) == held
+        packing = Packing(k_bits, v_bits)
+        assert sum(packing.row_bytes(name, WIDTH, 2) for name in ("keys", "values")) == held
 
 
 def test_frames_are_made_of_what_a_model_caches():

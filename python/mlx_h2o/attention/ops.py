@@ -7,7 +7,7 @@ the definition with which every other backend is compared.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
@@ -22,23 +22,10 @@ FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def scaled_dot_product_attention(
-    q: mx.array,
-    k: AnyRows,
-    v: AnyRows,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    seed: Seed | None = None,
-    ranges: Ranges | None = None,
-    softcap: float = 0.0,
-    stream: mx.Stream | mx.Device | None = None,
+    q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
 ) -> mx.array:
     """Softmax attention `[B, Hq, L, Dv]`; arguments as in the op with scores."""
-    check_attention(q, k, v, mask, sinks, seed, ranges)
-    options = _options(scale, mask, sinks, seed, ranges, softcap)
-    with on(stream):
-        out: mx.array = _computing(k, softcap).attention(q, k, v, **options)
+    out: mx.array = _computing(k, options).attention(q, k, v, **_checked(q, k, v, options))
     return out
 
 
@@ -84,25 +71,22 @@ def scaled_dot_product_attention_with_scores(
     Raises:
         ValueError: Shapes, dtypes or the mask do not fit together.
     """
-    check_attention(q, k, v, mask, sinks, seed, ranges)
-    options = _options(scale, mask, sinks, seed, ranges, softcap)
+    options: Options = {
+        "scale": scale,
+        "mask": mask,
+        "sinks": sinks,
+        "seed": seed,
+        "ranges": ranges,
+        "softcap": softcap,
+    }
+    own = _checked(q, k, v, options)
     with on(stream):
-        out, scores, lse = _computing(k, softcap).attention_with_scores(q, k, v, **options)
+        out, scores, lse = _computing(k, options).attention_with_scores(q, k, v, **own)
     return out, scores, lse
 
 
 def scaled_dot_product_attention_with_mass(
-    q: mx.array,
-    k: AnyRows,
-    v: AnyRows,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    seed: Seed | None = None,
-    ranges: Ranges | None = None,
-    softcap: float = 0.0,
-    stream: mx.Stream | mx.Device | None = None,
+    q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Softmax attention and the mass that each key received, without `[L, N]` scores.
 
@@ -112,10 +96,8 @@ def scaled_dot_product_attention_with_mass(
         out `[B, Hq, L, Dv]` in q's dtype; mass `[B, Hk, N]` float32 (see `attention_mass`; with
         `ranges` `[B, S]`, zero where a slot belongs to no head); lse `[B, Hq, L]`.
     """
-    check_attention(q, k, v, mask, sinks, seed, ranges)
-    options = _options(scale, mask, sinks, seed, ranges, softcap)
-    with on(stream):
-        out, mass, lse = _computing(k, softcap).attention_with_mass(q, k, v, **options)
+    own = _checked(q, k, v, options)
+    out, mass, lse = _computing(k, options).attention_with_mass(q, k, v, **own)
     return out, mass, lse
 
 
@@ -200,34 +182,26 @@ def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array
     return softmax.attention_mass(scores, lse, n_kv_heads)
 
 
-def _options(
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-    seed: Seed | None,
-    ranges: Ranges | None,
-    softcap: float,
-) -> Options:
-    """The options for a backend by name, without a softcap of 0, which kernels do not know.
+def _checked(q: mx.array, k: AnyRows, v: AnyRows, options: Options) -> Options:
+    """The options for a backend, without a softcap of 0, which kernels do not know.
 
     Raises:
-        ValueError: The softcap is negative or not finite.
+        ValueError: The operands do not fit together, or the softcap is negative or not finite.
     """
+    softcap = options.get("softcap", 0.0)
     if not (0 <= softcap < float("inf")):
         raise ValueError(f"softcap must be 0 (none) or a positive number; got {softcap!r}.")
-    options: Options = {
-        "scale": scale,
-        "mask": mask,
-        "sinks": sinks,
-        "seed": seed,
-        "ranges": ranges,
-    }
-    return {**options, "softcap": softcap} if softcap else options
+    given = (options.get("mask"), options.get("sinks"), options.get("seed"), options.get("ranges"))
+    check_attention(q, k, v, *given)
+    own = options.copy()
+    if not softcap:
+        own.pop("softcap", None)
+    return own
 
 
-def _computing(k: AnyRows, softcap: float) -> Any:
+def _computing(k: AnyRows, options: Options) -> Any:
     """The backend that attends to rows like these on the default device."""
-    computing = reference if softcap else backend()
+    computing = reference if options.get("softcap") else backend()
     if not isinstance(k, JoinedRows):
         return computing
     from mlx_h2o.attention.backends.joined import Joined  # for rows of several kinds

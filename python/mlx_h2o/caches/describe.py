@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,6 @@ from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.loaded import is_cache
 from mlx_h2o.slots.remainder import SATURATION
 
-#: The slots in a reason; layers that are otherwise alike may differ in them.
-SLOTS = re.compile(r"^(\d+)(?: to (\d+))? (?=slots a KV head)")
-#: The saturation in a reason; alike layers may differ in it, and a summary omits it.
-SATURATED = re.compile(r" with saturation [\d.]+(?: to [\d.]+)?")
-CHOSEN = re.compile(r" \(chosen: ([^;]*).*\)$")
 #: The number of lines of a summary between the first and the last.
 KINDS = 3
 
@@ -38,6 +32,9 @@ class LayerDescription:
         budgets: Slots per KV head of a bounded cache, once known.
         nbytes: Bytes in memory now.
         own: What a cache of the model's own is that is left as it is; else empty.
+        alike: The reason without what alike layers may differ in: slots and saturations.
+        sizes: The fewest and the most slots of a KV head, or empty.
+        choice: How the bits of its rows were chosen, or empty.
     """
 
     layer: str
@@ -47,6 +44,9 @@ class LayerDescription:
     budgets: list[int] | None
     nbytes: int
     own: str = ""
+    alike: str = ""
+    sizes: tuple[int, ...] = ()
+    choice: str = ""
 
     def __str__(self) -> str:
         state = "bounded" if self.bounded else "NOT bounded"
@@ -103,16 +103,16 @@ class Description(list[LayerDescription]):
         lines = [self.memory]
         alike: dict[tuple[str, str], list[LayerDescription]] = {}
         for layer in bounded:
-            alike.setdefault((layer.kind, SLOTS.sub("", _plain(layer.reason))), []).append(layer)
+            alike.setdefault((layer.kind, layer.alike), []).append(layer)
         kinds = sorted(alike.values(), key=len, reverse=True)
         shown = kinds if len(kinds) <= KINDS else kinds[: KINDS - 1]
         lines += [f"{_places(layers)}: {layers[0].kind}, {_reason(layers)}" for layers in shown]
         if rest := kinds[len(shown) :]:
             count = sum(map(len, rest))
             lines.append(f"{count} other layers of {len(rest)} kinds")
-        chosen = next(filter(None, (CHOSEN.search(layer.reason) for layer in bounded)), None)
+        chosen = next((layer.choice for layer in bounded if layer.choice), "")
         if chosen and len(kinds) < KINDS:
-            lines.append(f"chosen by the profile: {chosen[1]}")
+            lines.append(f"chosen by the profile: {chosen.partition(';')[0]}")
         if self.past_training:
             lines.append(self.past_training)
         if growing := [layer for layer in self if not layer.bounded]:
@@ -145,26 +145,16 @@ def _places(layers: Sequence[LayerDescription]) -> str:
     return f"layers {names[0]} to {names[-1]}" if run else f"{len(names)} layers from {names[0]} on"
 
 
-def _plain(reason: str) -> str:
-    """A reason without the parts that only one layer's line has."""
-    return SATURATED.sub("", CHOSEN.sub("", reason))
-
-
 def _reason(layers: Sequence[LayerDescription]) -> str:
     """The common reason of alike layers, with the slots of all."""
-    slots = [int(n) for layer in layers for n in _slots(layer.reason)]
-    reason = _plain(layers[0].reason)
-    if not slots:
-        return reason
-    low, high = min(slots), max(slots)
-    spread = f"{low}" if low == high else f"{low} to {high}"
-    return f"{spread} {SLOTS.sub('', reason)}"
+    slots = [count for layer in layers for count in layer.sizes]
+    return f"{_spread(slots)} {layers[0].alike}" if slots else layers[0].alike
 
 
-def _slots(reason: str) -> list[str]:
-    """The numbers of slots at the start of a reason."""
-    match = SLOTS.match(reason)
-    return [n for n in match.groups() if n] if match else []
+def _spread(numbers: Sequence[float]) -> str:
+    """ "8", or "8 to 16" where numbers differ."""
+    low, high = min(numbers), max(numbers)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def describe(cache: list[Any], peak: int | None = None) -> Description:
@@ -223,21 +213,21 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         answer = "evicted tokens go on answering" if entry.answers else "no remainder"
         if not entry.attending:
             answer += ", as plain rows" if entry.answers else ""
-        elif entry.answers:
-            answer += _saturation(entry)
         sizes = entry.budgets or [entry.settings.max_size or 0]
         framed = " in a frame" if entry.frame else ""
-        spread = f"{sizes[0]}" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
-        reason = f"{spread} slots a KV head{entry.packing}{framed}, policy {policy}, {answer}"
+        alike = f"slots a KV head{entry.packing}{framed}, policy {policy}, {answer}"
         if entry.settings.rope:
-            reason += ", positions without gaps"
+            alike += ", positions without gaps"
         if entry.sharers > 1:
-            reason += f", attended to by {entry.sharers} layers"
+            alike += f", attended to by {entry.sharers} layers"
         if entry.settings.filling:
-            reason += ", shared out anew when the memory is full"
+            alike += ", shared out anew when the memory is full"
+        reason = f"{_spread(sizes)} {alike}{_saturation(entry)}"
         if entry.choice:
             reason += f" (chosen: {entry.choice})"
-        return LayerDescription(layer, name, True, reason, entry.budgets, nbytes)
+        described = layer, name, True, reason, entry.budgets, nbytes
+        ends = min(sizes), max(sizes)
+        return LayerDescription(*described, alike=alike, sizes=ends, choice=entry.choice)
     if is_cache(entry, "RotatingKVCache"):
         reason = f"the model's own sliding window of {entry.max_size} tokens"
         own = f"a sliding window of {entry.max_size} tokens"
@@ -249,14 +239,12 @@ def _described(layer: str, entry: Any) -> LayerDescription:
     else:
         reason = "a cache of the model's own kind, left as it is; it may grow with the conversation"
         return LayerDescription(layer, name, False, reason, None, nbytes, f"a {name} that may grow")
-    return LayerDescription(layer, name, True, reason, None, nbytes, own)
+    return LayerDescription(layer, name, True, reason, None, nbytes, own, reason)
 
 
 def _saturation(entry: BoundedKVCache) -> str:
-    """The saturation of a cache's remainder, if it is not the default."""
+    """The saturation of a cache's remainder, if it has one and it is not the default."""
     ts = entry.settings.config()["saturation"]
-    if ts == SATURATION:
+    if not (entry.attending and entry.answers) or ts == SATURATION:
         return ""
-    if isinstance(ts, float):
-        return f" with saturation {ts:g}"
-    return f" with saturation {min(ts):g} to {max(ts):g}"
+    return f", saturation {_spread(ts if isinstance(ts, list) else [ts])}"

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_h2o import _checks
 from mlx_h2o._checks import MOST_TOKENS
 from mlx_h2o._files import check_header, replacing
 from mlx_h2o.caches import kinds
@@ -224,7 +225,7 @@ def _check_numbers(*parts: Any) -> None:
         if isinstance(part, dict | list | tuple):
             _check_numbers(*(part.values() if isinstance(part, dict) else part))
         elif isinstance(part, int | float | str) and str(part).lstrip("-").isdigit():
-            saved_state.within("a cache's number", int(part), -MOST_TOKENS, MOST_TOKENS)
+            _checks.whole("a cache's number", int(part), -MOST_TOKENS, MOST_TOKENS)
 
 
 def _path_key(path: str) -> list[tuple[int, str]]:

@@ -51,13 +51,3 @@ class RowFormat:
             return PackedRows.of(rows, bits, self.group_size).dequantized()
         quantized = mx.quantize(rows, group_size=self.group_size, bits=bits)
         return PackedRows(*quantized, bits, self.group_size).dequantized()
-
-    def row_bytes(self, key_width: int, value_width: int) -> int:
-        """Bytes of one slot's key and value."""
-        total = 0
-        for bits, width in ((self.k_bits, key_width), (self.v_bits, value_width)):
-            if bits is None:
-                total += width * self.dtype.size
-            else:
-                total += width * bits // 8 + 2 * self.dtype.size * (width // self.group_size)
-        return total

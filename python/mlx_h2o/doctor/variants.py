@@ -13,12 +13,11 @@ import mlx.core as mx
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.attention.backends.self_check import Error, Verdict
 from mlx_h2o.attention.backends.self_check_variants import (
+    OF_MLX,
     OPERATIONS,
     AttentionVariant,
     FusedVariant,
-    MLXVariant,
     check_attention,
-    check_mlx,
 )
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.layer.step import prove_fused
@@ -57,7 +56,7 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
 class Check(NamedTuple):
     """A variant, and the function that compares it with the definition."""
 
-    variant: AttentionVariant | FusedVariant | MLXVariant
+    variant: AttentionVariant | FusedVariant
     error: Callable[[], Error]
 
     def verdict(self) -> Verdict:
@@ -75,8 +74,8 @@ def every_check() -> Iterator[Check]:
     for fused, settings in fused_variants():
         yield Check(fused, partial(prove_fused, fused, settings))
     for dtype, group in product(SHARED["dtype"], SHARED["group"]):
-        mlxs = MLXVariant(dtype, (128, 128), group, queries=1, masked=False, sinks=False)
-        yield Check(mlxs, partial(check_mlx, mlxs))
+        of_mlx = AttentionVariant(OF_MLX, dtype, (128, 128), (0, 1, 0, 1), group, queries=1)
+        yield Check(of_mlx, partial(_attention_error, of_mlx))
 
 
 def _attention_error(variant: AttentionVariant) -> Error:

@@ -137,27 +137,15 @@ def settings_of(
 
 def check_ranges(config: dict[str, Any]) -> None:
     """Check the numbers of a cache that are not settings and need no arrays to compare with."""
-    within("offset", config["offset"], 0, MOST_TOKENS)
-    within("aged_from", config.get("aged_from", 0), 0, max(config["offset"] - 1, 0))
+    _checks.whole("offset", config["offset"], 0, MOST_TOKENS)
+    _checks.whole("aged_from", config.get("aged_from", 0), 0, max(config["offset"] - 1, 0))
     if config["own"] not in (None, True, False):
         raise ValueError(f"own must be true, false or null; got {_checks.shown(config['own'])}.")
 
 
 def sharers_of(config: dict[str, Any]) -> int:
     """How many layers attend to a saved cache's rows; the file has it if there are several."""
-    return within("sharers", config.get("sharers", 1), 1, MOST_SHARERS)
-
-
-def within(name: str, value: Any, least: int, most: int) -> int:
-    """A whole number between two others, both included.
-
-    Args:
-        name: The number's name, for the message.
-        value: The number given.
-        least: The least value allowed.
-        most: The greatest value allowed.
-    """
-    return _checks.whole(name, value, least, most)
+    return _checks.whole("sharers", config.get("sharers", 1), 1, MOST_SHARERS)
 
 
 def checked_runs(
@@ -179,7 +167,7 @@ def checked_runs(
     runs: list[Run] = []
     head = start = 0
     for numbers in config["runs"]:
-        run = Run(**{name: within(name, x, 0, MOST_TOKENS) for name, x in numbers.items()})
+        run = Run(**{name: _checks.whole(name, x, 0, MOST_TOKENS) for name, x in numbers.items()})
         full = run.length == run.budget
         chosen = full and (recent["length"] == recent["size"])
         if (
@@ -195,7 +183,7 @@ def checked_runs(
         policy.check_budget(run.budget + recent["size"], "budget")
         runs.append(run)
         head, start = run.last, start + run.heads * run.allocated
-        within("slots", start, 0, MOST_TOKENS)
+        _checks.whole("slots", start, 0, MOST_TOKENS)
     budgets = config["budgets"] or ()
     if len(budgets) != head:
         raise ValueError(f"There are {len(budgets)} budgets for {head} KV heads.")
@@ -222,9 +210,9 @@ def checked_window(
         if window:
             raise ValueError("There is a recent window where all rows are stored alike.")
         return None
-    size = within("recent.size", window["size"], 1, MOST_TOKENS)
-    length = within("recent.length", window["length"], 0, min(size, config["offset"]))
-    oldest = within("recent.oldest", window["oldest"], 0, size - 1)
+    size = _checks.whole("recent.size", window["size"], 1, MOST_TOKENS)
+    length = _checks.whole("recent.length", window["length"], 0, min(size, config["offset"]))
+    oldest = _checks.whole("recent.oldest", window["oldest"], 0, size - 1)
     protected = min(policy.recent_slots(budget) for budget in config["budgets"] or (0,))
     if size != protected or (oldest and length < size):
         raise ValueError(f"The recent window {window} is not that of {protected} protected tokens.")
@@ -274,7 +262,7 @@ def check_arrays(
         assert recent is not None
         keys = arrays["recent.keys"]
         rows = keys.shape[2] if keys.ndim == 4 else -1
-        within("rows of the recent window", rows, window["length"], window["size"])
+        _checks.whole("rows of the recent window", rows, window["length"], window["size"])
         expected |= row_shapes("recent.", (batch, heads, rows), types, recent)
         if policy.needs_attention:
             expected["recent.scores"] = (batch, heads, rows), mx.float32

@@ -18,7 +18,7 @@ from mlx_h2o.attention.ops import (
 )
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.layer.policy_view import ranked_of, rows_of
-from mlx_h2o.policies import Observation, ObservedMass, Policy
+from mlx_h2o.policies import Observation, ObservedMass
 from mlx_h2o.slots.packed import AnyRows, dense, first_rows
 from mlx_h2o.slots.pins import true_positions
 from mlx_h2o.slots.remainder import Remainder
@@ -55,28 +55,21 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> RunR
     """
     heads = layer.store.heads
     group = call.q.shape[1] // heads
-    remainder, saturation = None, tuple[float, ...]()
-    if layer.settings.remainder and layer.lost_beside(fields):
-        remainder = layer.remainder.heads(run.first, run.last)
-        saturation = layer.settings.saturations(layer.store.heads)[run.first : run.last]
+    if run.heads < heads:
+        call = call.of_heads(run.first * group, run.last * group)
     keys, values = rows_of(layer, run, fields)
     if layer.settings.rope is not None:
         from mlx_h2o.slots.rope import without_gaps
 
         places = true_positions(fields["positions"])
         keys = without_gaps(dense(keys), places, layer.offset, layer.settings.rope)
-    return _Attention(
-        layer.policy,
-        call if run.heads == heads else call.of_heads(run.first * group, run.last * group),
-        keys,
-        values,
-        ranked_of(layer, run, fields),
-        run.heads,
-        layer.offset,
-        remainder,
-        saturation,
-        aged_from=layer.aged_from,
-    ).result(fields)
+    remainder, saturation = None, tuple[float, ...]()
+    if layer.settings.remainder and layer.lost_beside(fields):
+        remainder = layer.remainder.heads(run.first, run.last)
+        saturation = layer.settings.saturations(heads)[run.first : run.last]
+    ranked = ranked_of(layer, run, fields)
+    attention = _Attention(layer, call, keys, values, ranked, run.heads, remainder, saturation)
+    return attention.result(fields)
 
 
 def mean_of(rounds: Sequence[RunResult]) -> RunResult:
@@ -115,13 +108,7 @@ def observe_derived(
         values: `[B, Hk, N, Dv]`, derived from the rows.
     """
     heads = layer.runs[0].heads
-    of_layer = (heads, layer.offset, None)
-    attention = _Attention(
-        *(layer.policy, call, keys, values, fields, *of_layer),
-        own=False,
-        aged_from=layer.aged_from,
-    )
-    return attention.result(fields)
+    return _Attention(layer, call, keys, values, fields, heads, own=False).result(fields)
 
 
 @dataclass(frozen=True)
@@ -129,54 +116,49 @@ class _Attention:
     """Attention of L queries to the N rows of some KV heads.
 
     Attributes:
-        policy: The policy whose scores are accumulated.
+        layer: The layer, whose policy's scores are accumulated.
         call: The queries `[B, Hq, L, D]`.
         keys: `[B, H, N, D]`, the new rows last.
         values: `[B, H, N, Dv]`.
         ranked: "positions" `[B, heads, N]` and, where the policy uses attention, "scores".
         heads: KV heads of the cache; keys derived from the cached ones may have more.
-        offset: The next logical position, after these queries.
         remainder: The remainder to attend to beside the slots, or None.
         saturation: t of each head's second-order term, `[H]`.
         own: Whether keys and values are the cache's own.
-        aged_from: The position from which scores count.
     """
 
-    policy: Policy
+    layer: Layer
     call: AttentionCall
     keys: AnyRows
     values: AnyRows
     ranked: Fields
     heads: int
-    offset: int
-    remainder: Remainder | None
+    remainder: Remainder | None = None
     saturation: tuple[float, ...] = ()
     own: bool = True
-    aged_from: int = 0
 
     def result(self, fields: Fields) -> RunResult:
         """Attend block by block and accumulate scores; `fields` are the slots'."""
-        L, N = self.call.q.shape[2], self.keys.shape[2]
-        observes = self.policy.needs_attention
-        windowed = observes and L > 1 and self.policy.prompt == "window"
+        policy, L, N = self.layer.policy, self.call.q.shape[2], self.keys.shape[2]
+        observes = policy.needs_attention
+        windowed = observes and L > 1 and policy.prompt == "window"
         # Earlier queries only attend; the policy does not observe them.
-        first_observed = (L - min(self.policy.window, L)) if windowed else (0 if observes else L)
+        first_observed = (L - min(policy.window, L)) if windowed else (0 if observes else L)
         outs = []
         if first_observed:
             outs.append(scaled_dot_product_attention(**self._operands(0, first_observed)[1]))
         scores, window_mass = self.ranked.get("scores"), None
         # A window is one block, and so is a call without logits to observe.
-        step = L if windowed or self.policy.sums_mass else QUERY_BLOCK
+        step = L if windowed or policy.sums_mass else QUERY_BLOCK
         for start in range(first_observed, L, step):
             end = min(start + step, L)
             out, n_keys, observation = self._observe(start, end)
             outs.append(out)
             assert scores is not None
             if windowed:
-                of_policy = (self.policy, observation, self.ranked)
-                window_mass = mass_of_window(*of_policy, self.offset, L, self.aged_from)
+                window_mass = mass_of_window(self.layer, observation, self.ranked, L)
                 observation.stands_for = stands_for(L, N, end - start)
-            part = self.policy.accumulate(scores[..., :n_keys], observation)
+            part = policy.accumulate(scores[..., :n_keys], observation)
             rest = scores[..., n_keys:]
             scores = mx.concatenate([part, rest], axis=-1) if rest.size else part
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
@@ -190,7 +172,7 @@ class _Attention:
         """Attend with queries start to end - 1: output, keys, observation."""
         n_keys, operands = self._operands(start, end)
         observation: Observation
-        if self.policy.sums_mass:
+        if self.layer.policy.sums_mass:
             out, mass, _ = scaled_dot_product_attention_with_mass(**operands)
             mass = mass.reshape(mass.shape[0], self.heads, -1, n_keys).mean(axis=2)
             observation = ObservedMass(mass)
@@ -220,28 +202,24 @@ class _Attention:
         }
 
 
-def mass_of_window(
-    policy: Policy, observation: Observation, fields: Fields, offset: int, L: int, aged_from: int
-) -> mx.array:
+def mass_of_window(layer: Layer, observation: Observation, fields: Fields, L: int) -> mx.array:
     """Mass of the last `window` queries of the whole prompt, `[B, H, N]`.
 
     A chunk shorter than the window lacks queries of earlier chunks; each slot's mean mass per step
     takes their place.
 
     Args:
-        policy: The layer's policy.
+        layer: The layer.
         observation: The observation of the last queries.
         fields: The fields of the rows attended to.
-        offset: The next logical position.
         L: Queries of the chunk.
-        aged_from: The position from which ages count.
     """
-    missing = policy.window - L
+    missing = layer.policy.window - L
     if missing <= 0:
         return observation.mass
-    births = mx.maximum(true_positions(fields["positions"]), aged_from)
-    ages = mx.maximum(offset - L - births, 1).astype(mx.float32)
-    return observation.mass + missing * policy.mean_mass(fields["scores"], ages)
+    births = mx.maximum(true_positions(fields["positions"]), layer.aged_from)
+    ages = mx.maximum(layer.offset - L - births, 1).astype(mx.float32)
+    return observation.mass + missing * layer.policy.mean_mass(fields["scores"], ages)
 
 
 def stands_for(L: int, N: int, window: int) -> mx.array:

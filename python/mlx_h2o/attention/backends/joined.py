@@ -8,8 +8,9 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from mlx_h2o.attention.backends.operands import Operands, Options
+from mlx_h2o.attention.backends.reference import mass_of_blocks
 from mlx_h2o.slots.packed import AnyRows, JoinedRows
-from mlx_h2o.slots.softmax import attention_mass, columns_of, softmax_weights
+from mlx_h2o.slots.softmax import columns_of, softmax_weights
 
 # Queries joined at a time, so that each part's float32 output stays small.
 BLOCK = 32
@@ -48,17 +49,9 @@ class Joined:
         self, q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.ops.scaled_dot_product_attention_with_mass`."""
-        outs, lses = [], []
-        mass = mx.zeros(k.shape[:3])
-        for block in Operands(q, k, v, **options).of_queries(BLOCK):
-            out, scores, lse = self.attention_with_scores(
-                block.q, block.k, block.v, **block.options
-            )
-            outs.append(out)
-            lses.append(lse)
-            part = attention_mass(scores, lse, k.shape[1])
-            mass = mass + mx.pad(part, [(0, 0), (0, 0), (0, k.shape[2] - part.shape[2])])
-        return mx.concatenate(outs, axis=2), mass, mx.concatenate(lses, axis=2)
+        blocks = Operands(q, k, v, **options).of_queries(BLOCK)
+        each = (self.attention_with_scores(b.q, b.k, b.v, **b.options) for b in blocks)
+        return mass_of_blocks(each, k)
 
 
 def _parts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Unpack
 
 import mlx.core as mx
@@ -48,9 +48,19 @@ def attention_with_mass(
             placed([mass[:, 0] for _, mass, _ in heads], call.ranges, k.shape[1], 0.0),
             mx.concatenate([lse for _, _, lse in heads], axis=1),
         )
+    return mass_of_blocks(_blocks(call), k)
+
+
+def mass_of_blocks(
+    blocks: Iterable[tuple[mx.array, mx.array, mx.array]], k: AnyRows
+) -> tuple[mx.array, mx.array, mx.array]:
+    """`attention_with_mass` from the outputs, logits and lse of blocks of queries.
+
+    A block has the logits of the first keys, which its queries can attend to.
+    """
     outs, lses = [], []
     mass = mx.zeros(k.shape[:3])
-    for out, scores, lse in _blocks(call):
+    for out, scores, lse in blocks:
         outs.append(out)
         lses.append(lse)
         part = attention_mass(scores, lse, k.shape[1])

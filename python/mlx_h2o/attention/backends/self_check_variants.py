@@ -1,7 +1,7 @@
 """The variants of GPU kernels that prove themselves, and the small cases that they run on.
 
-Attention's operations and MLX's own attention are compared here. A fused step needs a layer: its
-case is `layer/fused_case.py`.
+Attention's operations and MLX's own attention (`OF_MLX`) are compared here. A fused step needs a
+layer: its case is `layer/fused_case.py`.
 
 MLX's own attention of few queries over plain rows is the best there is where nothing but the output
 is wanted. On Apple's GPUs it takes two passes from 1,024 keys (4,096 on small ones), and other
@@ -38,6 +38,8 @@ from mlx_h2o.slots.softmax import Mask
 
 #: The operations of the attention kernels: methods of a backend.
 OPERATIONS = ("attention", "attention_with_scores", "attention_with_mass")
+#: The operation of variants of MLX's own attention, of few queries over `TWO_PASSES` keys or more.
+OF_MLX = "MLX's attention"
 
 # A full step of the largest threadgroup (32 simdgroups of 16 slots) and an uneven rest.
 SLOTS = 555
@@ -64,12 +66,12 @@ class AttentionVariant:
     """All properties that decide which text of the attention kernels a call compiles.
 
     Attributes:
-        operation: One of `OPERATIONS`.
+        operation: One of `OPERATIONS`, or `OF_MLX`.
         dtype: The dtype of queries, keys and values.
         widths: The widths D and Dv.
         packing: Bits and group size of keys, then of values; 0 bits are dense rows.
         group: Query heads of a KV head.
-        queries: L rounded up to a power of two, or 0 for a prompt's.
+        queries: L rounded up to a power of two (not for `OF_MLX`), or 0 for a prompt's.
         mask: "none", "causal" or an array's dtype.
         sinks: Whether there are attention sinks.
         ranges: Whether each head's slots are a range of flat buffers.
@@ -91,6 +93,7 @@ class AttentionVariant:
     ) -> AttentionVariant:
         """The variant of a call, whose arguments are those of `mlx_h2o.attention.ops`."""
         L, mask, ranges = q.shape[2], options.get("mask"), options.get("ranges")
+        queries = L if operation == OF_MLX else 1 << (L - 1).bit_length()
         kind = "none"
         if isinstance(mask, mx.array):
             kind = _name(mask.dtype)
@@ -102,7 +105,7 @@ class AttentionVariant:
             (k.shape[-1], v.shape[-1]),
             (*_packing(k), *_packing(v)),
             q.shape[1] // (k.shape[1] if ranges is None else len(ranges)),
-            0 if L > MOST_QUERIES else 1 << (L - 1).bit_length(),
+            0 if L > MOST_QUERIES else queries,
             kind,
             options.get("sinks") is not None,
             ranges is not None,
@@ -121,57 +124,6 @@ class AttentionVariant:
         parts.append(f"{self.queries} queries" if self.queries else "a prompt")
         parts += [] if self.mask == "none" else [f"mask {self.mask}"]
         parts += ["sinks"] * self.sinks + ["ranges"] * self.ranges
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class MLXVariant:
-    """What decides which of MLX's kernels attends.
-
-    Attributes:
-        dtype: The dtype of queries, keys and values.
-        widths: D and Dv.
-        group: Query heads for each KV head.
-        queries: Their number, L.
-        masked: Whether a mask is given; none of one query is causal.
-        sinks: Whether there are attention sinks.
-    """
-
-    dtype: mx.Dtype
-    widths: tuple[int, int]
-    group: int
-    queries: int
-    masked: bool
-    sinks: bool
-
-    @classmethod
-    def of(
-        cls,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-    ) -> MLXVariant | None:
-        """That of a call, or None where MLX takes one pass.
-
-        Args:
-            q: `[B, Hq, L, D]`.
-            k: `[B, Hk, N, D]`.
-            v: `[B, Hk, N, Dv]`.
-            mask: As in `mlx_h2o.attention.ops`.
-            sinks: `[Hq]`.
-        """
-        if q.shape[2] > MOST_QUERIES or k.shape[2] < TWO_PASSES:
-            return None
-        widths, group = (k.shape[3], v.shape[3]), q.shape[1] // k.shape[1]
-        masked = isinstance(mask, mx.array) or (mask is not None and q.shape[2] > 1)
-        return cls(k.dtype, widths, group, q.shape[2], masked, sinks is not None)
-
-    def __str__(self) -> str:
-        parts = [f"MLX's attention of {_name(self.dtype)} over many keys"]
-        parts += ["{} and {} wide".format(*self.widths), f"{self.group} query heads a KV head"]
-        parts += [f"{self.queries} queries"] + ["a mask"] * self.masked + ["sinks"] * self.sinks
         return ", ".join(parts)
 
 
@@ -254,6 +206,10 @@ def check_attention(backend: Any, variant: AttentionVariant) -> Error:
         backend: A module or an object with the methods of `OPERATIONS`.
         variant: The variant to run.
     """
+    if variant.operation == OF_MLX:
+        counts = KEYS if variant.group == EIGHT else KEYS[:1]
+        errors = [_attention_error(backend, variant, keys) for keys in counts]
+        return max(errors, key=lambda error: error.size)
     if not variant.queries:
         return _attention_error(backend, variant, SLOTS_OF_PROMPT)
     one_pass = _attention_error(backend, variant, SLOTS)
@@ -276,7 +232,9 @@ def _attention_error(backend: Any, variant: AttentionVariant, slots: int) -> Err
     with mx.stream(mx.cpu):
         q, k, v, options = operands(variant, slots)
         mx.eval(q, dense(k), dense(v))
-    outputs = getattr(backend, variant.operation)(q, k, v, **options)
+    of_mlx = variant.operation == OF_MLX  # which the definition calls
+    attend = reference.attention if of_mlx else getattr(backend, variant.operation)
+    outputs = attend(q, k, v, **options)
     outputs = [outputs] if isinstance(outputs, mx.array) else list(outputs)
     mx.eval(outputs)
     with mx.stream(mx.cpu):
@@ -309,7 +267,8 @@ def operands(variant: AttentionVariant, slots: int) -> tuple[mx.array, Rows, Row
     k = _stored(normal(*shape, D).astype(dtype), k_bits, k_group)
     v = _stored(normal(*shape, Dv).astype(dtype), v_bits, v_group)
     options: Options = {"scale": D**-0.5}
-    mask = _mask(variant.mask, rng, (BATCH, HEADS * G, L, slots))
+    logits = BATCH, HEADS * G, L, slots
+    mask = _mask(variant.mask, rng, logits, hides_all=variant.operation != OF_MLX)
     if mask is not None:
         options["mask"] = mask
     if variant.sinks:
@@ -324,14 +283,17 @@ def _stored(rows: mx.array, bits: int, group_size: int) -> Rows:
     return PackedRows.of(rows, bits, group_size) if bits else rows
 
 
-def _mask(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> Mask:
-    """A mask that hides a third of the slots, and all of them in one of many rows."""
+def _mask(kind: str, rng: np.random.Generator, shape: tuple[int, ...], hides_all: bool) -> Mask:
+    """A mask that hides a third of the slots, and all of them in one of many rows.
+
+    MLX's attention leaves a query that sees no key undefined; for it `hides_all` is False.
+    """
     if kind == "none":
         return None
     if kind == "causal":
         return "causal"
     visible = rng.random(shape) > 1 / 3
-    if shape[2] > 1:
+    if shape[2] > 1 and hides_all:
         visible[:, :, -1] = False
     if kind == "bool":
         return mx.array(visible)
@@ -355,43 +317,13 @@ def _pairs(
 ) -> dict[str, Pair]:
     """Outputs by name, with their tolerances."""
     second = ("masses", MASS) if variant.operation.endswith("mass") else ("logits", LOGITS)
-    out = OUT[variant.dtype].times(1 if variant.queries else MLX_OVER_OURS)
+    ours = variant.queries and variant.operation != OF_MLX
+    out = OUT[variant.dtype].times(1 if ours else MLX_OVER_OURS)
     named = [("output", out), second, ("log-sum-exp", LOGITS)]
     return {
         name: Pair(ours, theirs, tolerance)
         for (name, tolerance), ours, theirs in zip(named, outputs, expected, strict=False)
     }
-
-
-def check_mlx(variant: MLXVariant) -> Error:
-    """Compare MLX's attention on the default device with the definition on the CPU."""
-    counts = KEYS if variant.group == EIGHT else KEYS[:1]
-    return max((_mlx_error(variant, keys) for keys in counts), key=lambda error: error.size)
-
-
-def _mlx_error(variant: MLXVariant, keys: int) -> Error:
-    rng = np.random.default_rng(keys)
-    (D, Dv), heads, L = variant.widths, HEADS * variant.group, variant.queries
-
-    def normal(*shape: int) -> mx.array:
-        return mx.array(rng.standard_normal(shape, np.float32))
-
-    with mx.stream(mx.cpu):
-        q = (SHARPNESS * normal(BATCH, heads, L, D)).astype(variant.dtype)
-        k = normal(BATCH, HEADS, keys, D).astype(variant.dtype)
-        v = normal(BATCH, HEADS, keys, Dv).astype(variant.dtype)
-        sinks = normal(heads).astype(variant.dtype) if variant.sinks else None
-        mask = mx.array(rng.random((1, 1, L, keys)) > 1 / 3) if variant.masked else None
-        mx.eval(q, k, v)
-    output = reference.attention(q, k, v, scale=D**-0.5, mask=mask, sinks=sinks)
-    mx.eval(output)
-    with mx.stream(mx.cpu):
-        rows = (x.astype(mx.float32) for x in (q, k, v))
-        own = None if sinks is None else sinks.astype(mx.float32)
-        expected, _, _ = reference.attention_with_scores(*rows, scale=D**-0.5, mask=mask, sinks=own)
-        mx.eval(expected)
-    tolerance = OUT[variant.dtype].times(MLX_OVER_OURS)
-    return worst({f"output of {keys} keys": Pair(output, expected, tolerance)})
 
 
 def _packing(rows: Rows) -> tuple[int, int]:
