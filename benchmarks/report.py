@@ -37,7 +37,7 @@ class Report:
     products: list[products.Product] = field(default_factory=list)
 
     def figures(self) -> list[Figure]:
-        """The figures with targets, as far as they were measured."""
+        """The figures that stand for the run, as far as they were measured."""
         figures = attention_figures(self.attention)
         if self.decoding and self.prompt:
             figures += model_figures(self.decoding, self.prompt)
@@ -52,7 +52,7 @@ class Report:
             "decoding": decoding_json(self.decoding),
             "prompt": prompt_json(self.prompt),
             "products": [product.as_json() for product in self.products],
-            "figures": [{**asdict(f), "reached": f.reached} for f in self.figures()],
+            "figures": [asdict(figure) for figure in self.figures()],
         }
 
     def tables(self) -> list[Table]:
@@ -216,7 +216,7 @@ def figures_table(figures: list[Figure]) -> Table:
         (
             figure.name,
             *(f"{value:.3g}" for value in (figure.value, figure.quiet, figure.worst)),
-            "more" if figure.at_least else "less",
+            "more" if figure.more_is_better else "less",
         )
         for figure in figures
     ]

@@ -189,11 +189,11 @@ def test_a_full_layer_goes_on_for_ever(policy: str, lengths: list[int]) -> None:
 
 def test_figures_know_their_direction() -> None:
     pairs = [(Samples({"a": [x], "b": [1.0]}), "a", "b") for x in (3.0, 1.0, 2.0)]
-    (fast,) = figures.at_least("speed", 2, pairs)
-    assert (fast.value, fast.worst, fast.reached) == (2, 1, True)
-    (slow,) = figures.at_most("price", 1.5, pairs)
-    assert (slow.value, slow.worst, slow.reached) == (2, 3, False)
-    assert figures.at_least("nothing", 1, []) == figures.at_most("nothing", 1, []) == []
+    (fast,) = figures.figure("speed", pairs, more_is_better=True)
+    assert (fast.value, fast.worst) == (2, 1)
+    (slow,) = figures.figure("price", pairs, more_is_better=False)
+    assert (slow.value, slow.worst) == (2, 3)
+    assert figures.figure("nothing", [], more_is_better=True) == []
 
 
 @needs_kernels
@@ -221,7 +221,7 @@ def test_packed_rows_are_told_apart_by_their_bytes_alone() -> None:
     assert len(seen) == 3
 
 
-def test_figures_are_told_as_aimed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_stand_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     case = attention.Case(attention.LARGE, 4096, "float32")
     seconds = dict.fromkeys((*attention.STEPS, attention.STEP_RAGGED), 2.0)
     seconds |= {
@@ -231,19 +231,15 @@ def test_figures_are_told_as_aimed(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     result = attention.Result(case, Samples({arm: [1e-3 * s] for arm, s in seconds.items()}))
     found = {f.name: f for f in figures.attention_figures([result])}
-    reached = {name: f.reached for name, f in found.items()}
     assert found["speed over MLX, float32, 4096 slots"].value == pytest.approx(13)
     assert found["share of read bandwidth, float32, 4096 slots"].value == pytest.approx(0.65)
-    assert not reached.pop("time of scores over no scores, from 4096 slots")
-    assert all(reached.values())
+    assert found["time of scores over no scores, from 4096 slots"].value == pytest.approx(1.05)
 
     for table in Report({}, {}, [result]).tables():
         show(table)
     printed = capsys.readouterr().out
     for shown in ("(32, 8, 128)", "26.000", "13.0x, 65%", "+5.0%", "better is", "1.000, 2.10x"):
         assert shown in printed
-    assert "aim" not in printed
-    assert "reached" not in printed
     (line,) = meaning(Report({}, {}, [result]))
     assert line.endswith("is 12.4 to 12.4 times as fast as MLX's without them.")
 

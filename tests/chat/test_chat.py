@@ -196,8 +196,8 @@ def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
     dialogue = Dialogue(model, tokenizer, lambda: make_prompt_cache(model, 96))
     list(dialogue.reply("Aristotle lived in Stagira.", 1))
     dialogue.tokens = dialogue.tokens[: dialogue.cache[0].offset]
-    assert "Aristotle" in [word.strip() for word, _ in dialogue.kept_words()]
-    assert len(dialogue.retention()) > len(dialogue.kept_words())
+    assert "Aristotle" in [word.strip() for word, _ in dialogue.words()]
+    assert len(dialogue.retention()) > len(dialogue.words())
     texts = [
         marks[0],
         "user",
@@ -216,7 +216,7 @@ def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
     dialogue.tokens = [0 if text in marks else 9 for text in texts]
     monkeypatch.setattr("mlx_h2o.chat.dialogue.special_ids", lambda _: {0})
     monkeypatch.setattr(dialogue, "retention", lambda: list(zip(texts, shares, strict=True)))
-    told = dialogue.kept_words()
+    told = dialogue.words()
     assert "".join(word for word, _ in told) == "user: Hello\nassistant: Hi"
     assert told[1] == ("Hello", 0.6)
 

@@ -13,7 +13,7 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o import H2OKVCache
-from mlx_h2o.chat.kept_tokens import PAGE, Trace, bounded_layers, token_texts, trace
+from mlx_h2o.chat.retention import PAGE, Trace, bounded_layers, token_texts, trace
 from mlx_h2o.cli import inspect, main
 from mlx_h2o.loading.load import SAMPLE_TEXT
 

@@ -49,7 +49,7 @@ class Echo:
     """A stretch of `ECHO` tokens that occurs twice.
 
     Attributes:
-        said: Position of its first token.
+        first: Position of its first token.
         again: Position of its first token where it is repeated.
     """
 

@@ -18,8 +18,8 @@ from mlx_h2o.caches.conversation import bounded_entries, new_turn, past_training
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.caches.peak import PeakMemory
-from mlx_h2o.chat.kept_tokens import remembered, token_texts
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
+from mlx_h2o.chat.retention import token_texts, tokens_by_layer
 from mlx_h2o.compression.reading import Readings, read_and_generate
 from mlx_h2o.layer.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
@@ -30,7 +30,7 @@ TOKENS = "mlx-h2o dialogue"
 #: Stands for a token of the chat template in the text of a conversation.
 MARK = "\0"
 #: A role that the template names, its other tokens, and words with the white space before them.
-SAID = re.compile(r"\0\s*\0?(?P<role>[a-z]+)(?:\n|\0\s*)|\0\s*|(?P<word>\s*[^\s\0]+|\s+)")
+PIECES = re.compile(r"\0\s*\0?(?P<role>[a-z]+)(?:\n|\0\s*)|\0\s*|(?P<word>\s*[^\s\0]+|\s+)")
 
 
 class Dialogue:
@@ -190,13 +190,13 @@ class Dialogue:
 
     def retention(self) -> list[tuple[str, float]]:
         """Each token's text, and the share of all KV heads that hold it."""
-        layers = remembered(self.cache, len(self.tokens))
+        layers = tokens_by_layer(self.cache, len(self.tokens))
         heads = sum(layer.heads for layer in layers)
         holding = sum((layer.holders for layer in layers), np.zeros(len(self.tokens)))
         shares = (holding / max(heads, 1)).tolist()
         return list(zip(token_texts(self._tokenizer, self.tokens), shares, strict=True))
 
-    def kept_words(self) -> list[tuple[str, float]]:
+    def words(self) -> list[tuple[str, float]]:
         """The words of the conversation, each with the share of all KV heads that hold its tokens.
 
         Of the chat template only each turn's role is left, on a line of its own.
@@ -208,7 +208,7 @@ class Dialogue:
             text += part
             shares += [share] * len(part)
         words: list[tuple[str, float]] = []
-        for match in SAID.finditer(text):
+        for match in PIECES.finditer(text):
             if role := match["role"]:
                 words.append((f"{chr(10) if words else ''}{role}: ", 1.0))
             elif word := match["word"]:

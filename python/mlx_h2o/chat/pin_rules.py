@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from mlx_h2o.chat.kept_tokens import token_texts
+from mlx_h2o.chat.retention import token_texts
 from mlx_h2o.slots.pins import Span, checked_spans, joined
 
 #: Phrases by which a text defines a term.

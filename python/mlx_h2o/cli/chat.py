@@ -235,7 +235,7 @@ class Talk:
     def _show_kept(self, _: str) -> None:
         marks = (DIM, PLAIN) if sys.stdout.isatty() else ("[", "]")
         out, lost = "", False
-        for text, share in self._dialogue.kept_words():
+        for text, share in self._dialogue.words():
             if (share < REMEMBERED) != lost:
                 lost = not lost
                 out += marks[not lost]

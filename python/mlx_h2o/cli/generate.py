@@ -21,8 +21,8 @@ from mlx_h2o.caches.conversation import past_training, pin
 from mlx_h2o.caches.describe import describe
 from mlx_h2o.caches.files import load_prompt_cache, require_savable, save_prompt_cache
 from mlx_h2o.caches.peak import PeakMemory
-from mlx_h2o.chat.kept_tokens import bounded_layers
 from mlx_h2o.chat.pin_rules import spans_for
+from mlx_h2o.chat.retention import bounded_layers
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_h2o._byte_size import size_text
 from mlx_h2o._files import require_writable, write_kept
 from mlx_h2o._progress import progress_bar
-from mlx_h2o.chat.kept_tokens import Trace, trace
+from mlx_h2o.chat.retention import Trace, trace
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,

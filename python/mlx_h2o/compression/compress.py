@@ -35,7 +35,6 @@ def compress_prompt(
     room: int = 0,
     chunk: int = CHUNK,
     tell: distillation.Tell = lambda _: None,
-    fitted: bool = True,
     steps: int = 0,
     **settings: Any,
 ) -> list[Any]:
@@ -51,8 +50,6 @@ def compress_prompt(
         chunk: Tokens that go through the model at once.
         tell: Called with the number of further tokens done; there are two for each of the prompt's,
             and `distillation.tokens_of_work` for the steps.
-        fitted: Whether kept values are fitted to the second reading's attention
-            (`compression/value_fit.py`); with `spill` they never are.
         steps: Steps of a gradient that moves the kept rows (`compression/distillation.py`), of one
             prompt at a time: each takes some three readings of 128 tokens.
         settings: Other options of `make_prompt_cache`, such as `bits` or `policy`; the policy
@@ -62,7 +59,7 @@ def compress_prompt(
         ValueError: The settings do not suit the model, or the prompt is empty; there are several
             prompts, a file of rows or a model without gradients where there are steps.
     """
-    reading = Reading(chunk, room, fitted=fitted)
+    reading = Reading(chunk, room)
     tokens = _ids(tokenizer, prompt)
     of_size = ModelSettings.of(max_bytes=max_bytes, context=tokens.shape[1], **settings)
     cache = bounded_caches(model, of_size)

@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.caches.conversation import bounded_entries, pin, unpin
-from mlx_h2o.chat.kept_tokens import (
+from mlx_h2o.chat.retention import (
     DECODE_CONTEXT,
     LayerMemory,
     bounded_layers,
-    remembered,
     token_texts,
+    tokens_by_layer,
 )
 from mlx_h2o.layer.pins_and_turns import PinAnswer
 from mlx_h2o.serve.conversations import Conversation, shrink
@@ -162,7 +162,7 @@ def _state(
         "evicted": sum(one.evicted for _, one in layers) / max(len(layers), 1),
         "pins": _pins(cache),
     }
-    return outline, served.tokenizer, remembered(cache, len(tokens)), tokens
+    return outline, served.tokenizer, tokens_by_layer(cache, len(tokens)), tokens
 
 
 def _timed(do: Callable[[], Any]) -> tuple[Any, float]:
@@ -216,7 +216,7 @@ def at_half(scheduler: Scheduler, name: str) -> Steps:
         cache = copy.deepcopy(entry.cache)
         shrink(cache)
         mx.eval([one.state for one in cache])
-        layers = _as_json(remembered(cache, entry.count))
+        layers = _as_json(tokens_by_layer(cache, entry.count))
         return {"bytes": sum(one.nbytes for one in cache), "layers": layers}
 
     return (yield look)

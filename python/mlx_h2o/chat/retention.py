@@ -1,10 +1,10 @@
-"""Which tokens of a text a bounded cache kept while it evicted others, and their scores.
+"""Retention: which tokens of a text a bounded cache kept, which it evicted when, and their scores.
 
 `trace` feeds a text through a model and looks into the caches after every step; `Trace.html` shows
 the result as one page that needs nothing but a browser.
 
-`remembered` tells the same of a conversation in progress: how many KV heads of each layer still
-hold each token.
+`tokens_by_layer` gives the same of a conversation in progress: how many KV heads of each layer
+still hold each token.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def trace(
     if not tokens or prefill < 1:
         raise ValueError("Give at least one token of text, and a prefill of at least 1.")
     T, read = len(tokens), 0
-    history: _SoFar | None = None
+    history: _History | None = None
     while read < T:
         chunk = tokens[read : read + (1 if read else prefill)]
         logits_of(model, mx.array([chunk]), cache)
@@ -203,7 +203,7 @@ def trace(
         mx.eval(looks, [entry.state for entry in cache])
         read += len(chunk)
         if history is None:
-            history = _SoFar([h for layer, entry in layers for h in heads_of(layer, entry)], T)
+            history = _History([h for layer, entry in layers for h in heads_of(layer, entry)], T)
         history.note(looks, read)
         if progress is not None:
             progress(read, T)
@@ -225,7 +225,7 @@ def trace(
     )
 
 
-class _SoFar:
+class _History:
     """The tokens held so far while a text of T tokens is read; arrays as in `Trace`."""
 
     def __init__(self, heads: list[Head], T: int):
@@ -314,7 +314,7 @@ class LayerMemory:
     holders: NDArray[np.int64]
 
 
-def remembered(cache: Sequence[Any], T: int) -> list[LayerMemory]:
+def tokens_by_layer(cache: Sequence[Any], T: int) -> list[LayerMemory]:
     """The tokens of the first sequence that each bounded layer holds; empty layers are left out.
 
     Args:
