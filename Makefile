@@ -10,8 +10,8 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 OLD_MLX_LM := 0.31.3
 # The oldest MLX, with that mlx-lm.
 OLD_MLX := 0.31.2
-# The mlx-vlm of its tests. Its models need no package but those above; what it asks for besides
-# (datasets, OpenCV, mlx-audio) is left out.
+# The mlx-vlm of its tests. Its models need no package but those above, and its server those that
+# follow; what it asks for besides (datasets, OpenCV) is left out.
 MLX_VLM := 0.7.10
 # The newest but one, for docs/reference/models.md: the newest is the environment's.
 PREVIOUS_MLX_LM := 0.32.1
@@ -267,7 +267,8 @@ $(VENV)/.installed: pyproject.toml python/CMakeLists.txt c_api/src/cpu/CMakeList
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
-	$(BIN)/pip install --quiet --no-deps 'mlx-vlm==$(MLX_VLM)'
+	$(BIN)/pip install --quiet --no-deps 'mlx-vlm==$(MLX_VLM)' mlx-audio
+	$(BIN)/pip install --quiet cryptography fastapi python-multipart
 	touch $@
 
 clean:

@@ -147,10 +147,14 @@ def config(name: str) -> dict[str, Any]:
     return {**text, **parts, "text_config": dict(text)}
 
 
-def whole_vlm_model(name: str, vocab_size: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A tiny model of a module, with what sees images, and its config.json."""
+def whole_vlm_model(
+    name: str, vocab_size: int, **changes: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model of a module, with what sees images, and its config.json, parts of it changed."""
     module = importlib.import_module(f"mlx_vlm.models.{name}")
     given = config(name)
+    for part, fields in changes.items():
+        given[part] |= fields
     for part in (given, given["text_config"]):
         part["vocab_size"] = vocab_size
     return module.Model(_config_of(module, given)), given

@@ -1,8 +1,7 @@
-"""mlx-vlm's own batches, drafters and prefix cache: bounded, or refused by name."""
+"""mlx-vlm's own batches: bounded; and what is refused by name."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -10,12 +9,10 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed here")
 
-from mlx_vlm.apc import APCManager
 from mlx_vlm.generate import BatchGenerator, diffusion, generate_step, stream_generate
 from mlx_vlm.generate.diffusion import stream_diffusion_generate_from_kwargs
 from mlx_vlm.generate.dispatch import _prefix_cache_trim_amount
 from mlx_vlm.models.cache import make_prompt_cache as vlm_prompt_cache
-from mlx_vlm.speculative import drafters
 from test_mlx_vlm import vlm
 
 import mlx_h2o
@@ -49,13 +46,17 @@ def put_back():
     mlx_h2o.uninstall()
 
 
-def batched(model: Any, prompts: list[list[int]], size: int | None) -> list[list[int]]:
+def batched(
+    model: Any, prompts: list[list[int]], size: int | None, **options: Any
+) -> list[list[int]]:
     """The tokens after each prompt in mlx-vlm's batches; none of their caches exceeds the size."""
     if size is not None:
         mlx_h2o.install(max_size=size)
-    generator = BatchGenerator(model, Tokenizer(), prefill_step_size=16)
+    generator = BatchGenerator(model, Tokenizer(), prefill_step_size=16, **options)
     embed = model.model.embed_tokens
-    kwargs = [{"inputs_embeds": embed(mx.array([prompt]))} for prompt in prompts]
+    # The server gives APC a hash of the images.
+    hashed = {"_apc_semantic_hash": 1} if options else {}
+    kwargs = [{"inputs_embeds": embed(mx.array([prompt])), **hashed} for prompt in prompts]
     # One after the other leaves.
     counts = [12 - 2 * i for i in range(len(prompts))]
     tokens = {uid: list[int]() for uid in generator.insert(prompts, counts, kwargs)}
@@ -97,32 +98,17 @@ def test_a_sequence_that_joins_a_batch_gives_the_tokens_that_it_gives_alone():
     assert [row[:6] for row in tokens] == alone
 
 
-DOORS = {
-    "draft_model": (SimpleNamespace(config=None), "drafters read whole caches"),
-    "apc_manager": (None, "prefix cache .* copies whole caches"),
-    "kv_bits": (4, "kv_bits cannot pack a bounded cache"),
-}
-
-
-@pytest.mark.parametrize("name", list(DOORS))
-@pytest.mark.parametrize("installed", [True, False])
-def test_what_copies_whole_caches_is_refused_before_anything_is_computed(name, installed):
-    """With `install(size)`, and with bounded caches that the caller made."""
-    value, reason = DOORS[name]
-    given = {name: value or APCManager(num_blocks=4)}
-    model = vlm("qwen2_vl")
-    language = model.language_model
-    if installed:
-        mlx_h2o.install(max_size=SIZE)
-        with pytest.raises(ValueError, match=reason):
-            BatchGenerator(language, Tokenizer(), **given)
-    else:
-        given["prompt_cache"] = mlx_h2o.make_prompt_cache(language, max_size=SIZE)
+def test_kv_bits_are_refused_before_anything_is_computed():
+    model, reason = vlm("qwen2_vl"), "kv_bits cannot pack a bounded cache"
+    own = {"prompt_cache": mlx_h2o.make_prompt_cache(model, max_size=SIZE)}
+    mlx_h2o.install(max_size=SIZE)
     with pytest.raises(ValueError, match=reason):
-        stream_generate(model, Tokenizer(), "text", **given)
-    if name != "apc_manager":
+        BatchGenerator(model.language_model, Tokenizer(), kv_bits=4)
+    for caches in ({}, own):
         with pytest.raises(ValueError, match=reason):
-            generate_step(mx.array([[1]]), model, None, None, **given)
+            stream_generate(model, Tokenizer(), "text", kv_bits=4, **caches)
+        with pytest.raises(ValueError, match=reason):
+            generate_step(mx.array([[1]]), model, None, None, kv_bits=4, **caches)
 
 
 def test_text_diffusion_is_refused_while_caches_are_to_be_bounded():
@@ -130,19 +116,6 @@ def test_text_diffusion_is_refused_while_caches_are_to_be_bounded():
     mlx_h2o.install(max_size=SIZE)
     with pytest.raises(ValueError, match="diffusion of text"):
         diffusion.stream_diffusion_generate_from_kwargs(None, *[None] * 6, {})
-
-
-def test_mlx_vlms_server_is_told_that_a_drafter_does_not_fit():
-    model = vlm_model("qwen2_vl")
-    drafters.validate_drafter_compatibility(model, SimpleNamespace(config=None), "mtp")
-    mlx_h2o.install(max_size=SIZE)
-    with pytest.raises(ValueError, match="drafters read whole caches"):
-        drafters.validate_drafter_compatibility(model, SimpleNamespace(config=None), "mtp")
-
-
-def test_without_a_bounded_cache_nothing_is_refused():
-    mlx_h2o.make_prompt_cache(vlm_model("qwen2_vl"), max_size=SIZE)  # routing is installed
-    BatchGenerator(vlm_model("qwen2_vl"), Tokenizer(), apc_manager=APCManager(num_blocks=4))
 
 
 @pytest.mark.parametrize(("undo", "expected"), [(0, None), (4, 2)])

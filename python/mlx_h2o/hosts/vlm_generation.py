@@ -1,7 +1,7 @@
-"""mlx-vlm's own generation and server: what makes or copies caches beside `make_prompt_cache`.
+"""mlx-vlm's own generation and server: what makes caches beside `make_prompt_cache`.
 
-Batches of bounded caches are bounded. Speculative drafters and the prefix cache (APC) read and copy
-whole caches; beside bounded ones they are refused before anything is computed.
+Batches of bounded caches are bounded. Drafters and the prefix cache have files of their own; what
+bounded caches cannot serve is refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mlx_h2o.hosts import vlm_drafts, vlm_prefixes
 from mlx_h2o.hosts.cache_lists import listed
-from mlx_h2o.hosts.loaded import hosts, is_cache, language_model
+from mlx_h2o.hosts.loaded import hosts, is_cache
 from mlx_h2o.hosts.trimming import bounded
+from mlx_h2o.hosts.vlm_prefixes import made_for
 
-NO_DRAFTS = (
-    "mlx-vlm's speculative drafters read whole caches, and the caches here are bounded: omit the "
-    "draft model, or call mlx_h2o.uninstall() and pass no bounded prompt_cache."
-)
 NO_APC = (
-    "mlx-vlm's prefix cache (APC) copies whole caches, which would grow, and the caches here are "
-    "bounded: omit it, or call mlx_h2o.uninstall() and pass no bounded prompt_cache."
+    "mlx-vlm's prefix cache (APC) makes caches of its own instead of a bounded prompt_cache: omit "
+    "one of the two, and call mlx_h2o.install(...)."
 )
 NO_KV_BITS = (
     "kv_bits cannot pack a bounded cache: omit it, and give bits=8 (or k_bits, v_bits) to "
@@ -35,72 +33,57 @@ NO_DIFFUSION = (
 Function = Callable[..., Any]
 
 
-def _makes_bounded(model: Any) -> bool:
-    """Whether the caches that mlx-vlm makes for a model are bounded."""
-    make = hosts()[1].caches.make_prompt_cache
-    return bool(bounded(make(language_model(model))))
-
-
-def _require_plain(
-    model: Any, arguments: dict[str, Any], caches: Sequence[Any] | None = None
-) -> None:
-    """Raise ValueError if an option is given that bounded caches cannot have."""
-    options = (("draft_model", NO_DRAFTS), ("apc_manager", NO_APC), ("kv_bits", NO_KV_BITS))
-    reasons = [reason for name, reason in options if arguments.get(name) is not None]
-    if reasons and (bounded(caches) if caches else _makes_bounded(model)):
-        raise ValueError(reasons[0])
+def _require_served(arguments: dict[str, Any], caches: Sequence[Any]) -> None:
+    """Raise ValueError if an option is given that these bounded caches cannot have."""
+    if arguments.get("kv_bits") is not None:
+        raise ValueError(NO_KV_BITS)
+    if arguments.get("apc_manager") is not None and arguments.get("prompt_cache"):
+        raise ValueError(NO_APC)
+    if (draft := arguments.get("draft_model")) is not None:
+        vlm_drafts.require_drafts(draft, arguments, caches)
 
 
 def generating(original: Function) -> Function:
-    """`generate_step` and `stream_generate`, wrapped to refuse what copies whole caches."""
+    """`generate_step` and `stream_generate`, wrapped to refuse what bounded caches cannot serve."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
         call = signature.bind(*args, **kwargs).arguments
         arguments = {**call, **call.get("kwargs", {})}
-        _require_plain(arguments["model"], arguments, arguments.get("prompt_cache"))
+        options = [arguments.get(name) for name in ("draft_model", "apc_manager", "kv_bits")]
+        if any(option is not None for option in options):
+            caches = arguments.get("prompt_cache") or made_for(arguments["model"])
+            if bounded(caches):
+                _require_served(arguments, caches)
+                if options[0] is not None:
+                    return _drafted(original(*args, **kwargs), options[0], caches)
         steps: Iterator[Any] = original(*args, **kwargs)
         return steps
 
     return generate
 
 
+def _drafted(steps: Iterator[Any], draft: Any, caches: Sequence[Any]) -> Iterator[Any]:
+    """The tokens of speculative decoding, with a bounded drafter."""
+    with vlm_drafts.bounded_drafter(draft, caches):
+        yield from steps
+
+
 def beginning(original: Function) -> Function:
-    """`BatchGenerator.__init__`, wrapped to refuse the same."""
+    """`BatchGenerator.__init__`, wrapped to refuse the same, and drafters."""
 
     @functools.wraps(original)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         self._wire_stack = None  # its `__del__` looks at it
-        _require_plain(model, kwargs)
+        if kwargs.get("kv_bits") is not None and bounded(made_for(model)):
+            raise ValueError(NO_KV_BITS)
+        draft = kwargs.get("draft_model")
+        if draft is not None and bounded(made_for(model)):
+            raise ValueError(vlm_drafts.in_batches(draft))
         original(self, model, *args, **kwargs)
 
     return __init__
-
-
-def coordinating(original: Function) -> Function:
-    """`APCCoordinator.__init__`, wrapped to refuse bounded caches."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, manager: Any, model: Any) -> None:
-        _require_plain(model, {"apc_manager": manager})
-        original(self, manager, model)
-
-    return __init__
-
-
-def validating(original: Function) -> Function:
-    """`validate_drafter_compatibility`, wrapped to refuse bounded caches.
-
-    mlx-vlm's server then says so, and goes on without the draft model.
-    """
-
-    @functools.wraps(original)
-    def validate(target_model: Any, draft_model: Any, *args: Any, **kwargs: Any) -> Any:
-        _require_plain(target_model, {"draft_model": draft_model})
-        return original(target_model, draft_model, *args, **kwargs)
-
-    return validate
 
 
 def diffusing(original: Function) -> Function:
@@ -125,8 +108,7 @@ def batching(original: Function) -> Function:
         ours = hosts()[1].caches.make_prompt_cache(model)
         if not bounded(ours):
             return list(original(model, left_padding, *args, **kwargs))
-        kv_bits = args[0] if args else kwargs.get("kv_bits")
-        _require_plain(model, {"kv_bits": kv_bits}, ours)
+        _require_served({"kv_bits": args[0] if args else kwargs.get("kv_bits")}, ours)
         theirs = original(model, left_padding, *args, **kwargs)
         pairs = zip(ours, theirs, strict=True)
         return [_batch(one, plain, left_padding) for one, plain in pairs]
@@ -165,8 +147,8 @@ def dropping(original: Function) -> Function:
 
 #: The functions and methods that are wrapped, by their module.
 WRAPPED: dict[str, dict[str, Callable[[Function], Function]]] = {
-    "mlx_vlm.apc_coordinator": {"APCCoordinator.__init__": coordinating},
-    "mlx_vlm.speculative.drafters": {"validate_drafter_compatibility": validating},
+    **vlm_prefixes.WRAPPED,
+    **vlm_drafts.WRAPPED,
     "mlx_vlm.generate.ar": {
         "_make_cache": batching,
         "generate_step": generating,
