@@ -90,6 +90,7 @@ def refusal(options, capsys, after_work=False):
         ),
         (["inspect", "--tokens", "1e3"], "--tokens: it must be a whole number; got '1e3'"),
         (["benchmarks", "--rounds", "0"], "--rounds must be at least 1"),
+        (["generate", "--image", "a.png"], "--image: mlx-vlm's own command sees images"),
         (["generate"], 'a prompt is needed: --prompt "Once upon a time", or --prompt -'),
         ([*PROMPT, "--save-prompt-cache", "folder"], "no file that could be replaced"),
         ([*PROMPT, "--save-prompt-cache", "file/chat"], "there is no folder"),

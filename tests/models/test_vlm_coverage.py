@@ -22,6 +22,7 @@ SAMPLE = {
     "gemma3": "sliding windows",
     "paddleocr_vl": "a mask that is cut to the keys",
     "hy_v4": "refused",
+    "afm7": "layers that attend to another's keys",
 }
 
 
@@ -34,7 +35,7 @@ def test_a_module_does_what_the_page_says(name):
     assert vlm_line(name) == ROWS[name], f"write it anew: python tools/vlm_table.py {name}"
 
 
-def test_of_the_modules_whose_memory_grows_94_percent_are_bounded():
+def test_of_the_modules_whose_memory_grows_95_percent_are_bounded():
     counts = Counter(row.split(" | ")[1] for row in ROWS.values())
     growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED] + counts[FAILS]
-    assert counts[BOUNDED] >= 0.94 * growing
+    assert counts[BOUNDED] >= 0.95 * growing

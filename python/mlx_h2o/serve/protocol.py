@@ -110,7 +110,8 @@ class Message(BaseModel):
                 if part.type != "text":
                     raise ValueError(
                         f"content[{i}] has the type {part.type!r}, and only text is served: this "
-                        "server fetches nothing, and its models see no images"
+                        "server fetches nothing, and its models see no images (mlx_vlm.server sees "
+                        "them; mlx_h2o.install bounds it: docs/guide/chat.md)"
                     )
                 if part.text is None:
                     raise ValueError(f"content[{i}] must have a text")
