@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(em
         assert scheduler.conversations.nbytes <= bound
         assert scheduler.conversations.shrunk > 0
         assert scheduler.conversations.forgotten > 0
-        with pytest.raises(openai.BadRequestError, match="ask for fewer"):
+        with pytest.raises(openai.BadRequestError, match="send a smaller max_size"):
             running.ask(words(0, 9), extra_body={"mlx_h2o": {"max_size": 4096}})
         metrics = HTTPConnection("127.0.0.1", running.port, timeout=60)
         metrics.request("GET", "/metrics")
@@ -258,6 +259,17 @@ def test_a_model_whose_bytes_are_not_known_is_refused_at_the_start(embedded, mon
     engine = EngineSettings((MODEL,), {"max_size": SIZE}, bound=1 << 20)
     with pytest.raises(ValueError, match="has a KVCache, whose bytes are not known"):
         serve(ServerSettings(engine, port=0))
+
+
+def test_a_bound_that_is_too_small_is_refused_at_the_start_with_the_least_that_works():
+    engine = EngineSettings((MODEL,), {"max_size": SIZE}, bound=1000)
+    with pytest.raises(ValueError, match="--kv-memory is too small: it is 1,000 bytes") as refused:
+        serve(ServerSettings(engine, port=0))
+    least = int(re.search(r"Make it at least (\d+)", str(refused.value))[1])
+    with pytest.raises(ValueError, match="too small"):
+        serve(ServerSettings(replace(engine, bound=least - 1), port=0))
+    with serving(bound=least) as running:
+        assert running.ask(words(0, 60), 4)
 
 
 def test_a_full_queue_is_told_when_to_come_again(embedded):

@@ -27,7 +27,7 @@ from mlx_h2o.cli import main
 from mlx_h2o.serve.access import AccessRules
 from mlx_h2o.serve.app import IGNORED
 from mlx_h2o.serve.launch import ServerSettings, serve
-from mlx_h2o.serve.listening import ConnectionLimits
+from mlx_h2o.serve.listening import Certificate, ConnectionLimits
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.scheduler import EngineSettings
 from serving import MODEL, SIZE, Running, serving, until, words
@@ -328,7 +328,7 @@ def test_https(tmp_path, capsys):
     making = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
     kept = ["-keyout", files[0], "-out", files[1]]
     subprocess.run([*making.split(), *kept], check=True, capture_output=True)
-    certificate = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
     with serving(certificate=certificate) as running:
         context = ssl.create_default_context(cafile=files[1])
         port = running.port
@@ -360,7 +360,7 @@ def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_ru
         def look() -> None:
             nonlocal looks
             while not done.is_set():
-                most = max(sum(ledger.measured), ledger.peak)
+                most = max(sum(ledger.current), ledger.peak)
                 looks += 1
                 if most > bound:
                     over.append(most)
@@ -388,8 +388,8 @@ def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_ru
         assert all(one["running"] + one["idle"] <= bound for one in shown)
         assert any(one["running"] > 0 for one in shown)
         until(lambda: ledger.running == 0)
-        assert ledger.measured[0] == ledger.reserved == 0
-        until(lambda: ledger.measured[1] == running.scheduler.conversations.nbytes)
+        assert ledger.current.running == ledger.reserved == 0
+        until(lambda: ledger.current.idle == running.scheduler.conversations.nbytes)
 
 
 def values_in(port: int) -> dict[str, float]:

@@ -155,6 +155,7 @@ def settings_of(args: argparse.Namespace) -> Any:
     """
     from mlx_h2o.serve.access import AccessRules
     from mlx_h2o.serve.launch import ServerSettings
+    from mlx_h2o.serve.listening import Certificate
     from mlx_h2o.serve.pins import PinRequest
     from mlx_h2o.serve.scheduler import EngineSettings
     from mlx_h2o.serve.sessions import DEFAULT_BYTES, DEFAULT_DAYS, Limits
@@ -181,7 +182,7 @@ def settings_of(args: argparse.Namespace) -> Any:
     origins = [one.strip() for one in args.allowed_origins.split(",") if one.strip()]
     return ServerSettings(
         engine, args.host, args.port, aliases(args.alias, models), AccessRules(key, origins),
-        certificate=(args.tls_cert, args.tls_key) if args.tls_cert else None,
+        certificate=Certificate(args.tls_cert, args.tls_key) if args.tls_cert else None,
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import mlx_lm
 from mlx_lm.server import get_system_fingerprint
@@ -24,6 +23,7 @@ from mlx_h2o.serve.access import AccessRules, is_loopback
 from mlx_h2o.serve.app import Names, Service
 from mlx_h2o.serve.errors import NotLoaded
 from mlx_h2o.serve.listening import (
+    Certificate,
     ConnectionLimits,
     Server,
     bound_socket,
@@ -52,7 +52,7 @@ class ServerSettings:
         aliases: Further names of models, each with the model's.
         rules: The access rules.
         limits: The limits of a connection.
-        certificate: The files of the certificate for TLS, with its chain, and of its key; or None.
+        certificate: The certificate for TLS, or None.
     """
 
     engine: EngineSettings
@@ -61,7 +61,7 @@ class ServerSettings:
     aliases: Mapping[str, str] = field(default_factory=dict)
     rules: AccessRules = field(default_factory=AccessRules)
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
-    certificate: tuple[Path, Path] | None = None
+    certificate: Certificate | None = None
 
 
 def serve(
@@ -200,11 +200,11 @@ def _greeting(settings: ServerSettings, port: int) -> str:
 def _gauges(scheduler: Scheduler) -> dict[str, float]:
     """The gauges of memory and queue (`metrics.GAUGES`)."""
     ledger, idle = scheduler.ledger, scheduler.conversations
-    running, unused = ledger.measured
+    current = ledger.current
     return {
-        "kv_bytes_running": running,
+        "kv_bytes_running": current.running,
         "kv_bytes_reserved": ledger.reserved,
-        "kv_bytes_idle": unused,
+        "kv_bytes_idle": current.idle,
         "kv_bytes_peak": ledger.peak,
         "kv_bytes_bound": ledger.bound or 0,
         "slots": scheduler.slots if ledger.running else 0.0,

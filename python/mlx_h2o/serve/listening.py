@@ -147,6 +147,14 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """The files of a certificate for TLS, with its chain, and of its key."""
+
+    chain: Path
+    key: Path
+
+
 class Server:
     """A server on an already listening socket.
 
@@ -159,7 +167,7 @@ class Server:
         listening: socket.socket,
         service: Service,
         limits: ConnectionLimits,
-        certificate: tuple[Path, Path] | None,
+        certificate: Certificate | None,
         ready: Callable[[Server], None],
     ):
         self._socket, self._service = listening, service
@@ -176,8 +184,8 @@ class Server:
             server_header=False,
             proxy_headers=False,  # the client is whoever is connected
             timeout_graceful_shutdown=LONGEST_END,
-            ssl_certfile=certificate[0] if certificate else None,
-            ssl_keyfile=certificate[1] if certificate else None,
+            ssl_certfile=certificate.chain if certificate else None,
+            ssl_keyfile=certificate.key if certificate else None,
         )
         try:
             config.load()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,6 +35,13 @@ TRIALS = (1, 2)
 RECENT = 16
 
 
+class CacheBytes(NamedTuple):
+    """Bytes of all caches at one moment: of those that requests use, and of idle ones."""
+
+    running: int
+    idle: int
+
+
 class Ledger:
     """Bytes of all conversations, prefixes and running requests.
 
@@ -44,12 +51,12 @@ class Ledger:
 
     Attributes:
         bound: Bytes for everything; None means no bound.
-        measured: Bytes of the caches that requests use, and of idle ones, at one moment.
+        current: Bytes of the caches at the last measurement.
         peak: The largest sum of the two so far.
     """
 
     bound: int | None = None
-    measured: tuple[int, int] = 0, 0
+    current = CacheBytes(0, 0)
     peak: int = 0
 
     def __init__(self) -> None:
@@ -93,7 +100,7 @@ class Ledger:
         if self._reserved.pop(owner, None) is not None and seconds is not None:
             self._seconds.append(seconds)
         if not self._reserved:
-            self.weigh(0, self.measured[1])
+            self.weigh(0, self.current.idle)
 
     @property
     def retry_after(self) -> int:
@@ -109,7 +116,7 @@ class Ledger:
             idle: Bytes of all other caches.
         """
         self.peak = max(self.peak, running + idle)
-        self.measured = running, idle
+        self.current = CacheBytes(running, idle)
 
 
 def most_bytes(

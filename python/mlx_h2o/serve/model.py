@@ -41,6 +41,21 @@ CHUNK_WORK = {mx.cpu: 25e9, mx.gpu: 2e12}
 LEAST_CHUNK = 32
 
 
+class TooLarge(ValueError):
+    """A conversation may take more bytes than all of them together.
+
+    Attributes:
+        need: The bytes that it may take.
+    """
+
+    def __init__(self, need: int, bound: int):
+        self.need = need
+        super().__init__(
+            f"A conversation with these settings may take {need:,} bytes, and the server has "
+            f"{bound:,} for all: send a smaller max_size."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class CachePlan:
     """The caches of one conversation with some settings.
@@ -147,10 +162,7 @@ class ServedModel:
         if self.bound is not None:
             need = most_bytes(empty, self.model, self.chunk)
             if need > self.bound:
-                raise ValueError(
-                    f"These caches may take {need:,} bytes, and the server holds {self.bound:,} "
-                    "in all: ask for fewer."
-                )
+                raise TooLarge(need, self.bound)
         bounded = bounded_members(empty)
         rolls = bool(bounded) and all(entry.settings.rope for entry in bounded)
         return CachePlan(label, empty, need, self._batches(empty), rolls)

@@ -38,7 +38,7 @@ from mlx_h2o.serve.grammar import grammar_of
 from mlx_h2o.serve.keys import Mark, Place, key_of, token_count, tokens_of
 from mlx_h2o.serve.memory import Ledger
 from mlx_h2o.serve.metrics import Metrics
-from mlx_h2o.serve.model import CachePlan, ServedModel
+from mlx_h2o.serve.model import CachePlan, ServedModel, TooLarge
 from mlx_h2o.serve.models import Models, machine_bytes
 from mlx_h2o.serve.pins import NO_PINS, PinRequest
 from mlx_h2o.serve.prompt import Prompt
@@ -232,7 +232,14 @@ class Scheduler:
             self.ledger.bound = bound
             self.models.reserve(bound)
         served.bound = self.ledger.bound
-        empty = served.plan(settings.defaults).empty
+        try:
+            empty = served.plan(settings.defaults).empty
+        except TooLarge as error:
+            raise ValueError(
+                f"--kv-memory is too small: it is {served.bound:,} bytes, and one conversation may "
+                f"take {error.need:,}. Make it at least {error.need}, or make --max-kv-size or "
+                "--conversation-memory smaller."
+            ) from error
         if settings.reading == "twice":
             require_readable(served.model, empty, 1, TWICE)
         memory = describe(empty).memory

@@ -72,16 +72,16 @@ def overview(scheduler: Scheduler) -> Steps:
 
     def look() -> dict[str, Any]:
         ledger, served = scheduler.ledger, scheduler.models.with_fingerprint
-        running, idle = ledger.measured
+        current = ledger.current
         entries = scheduler.conversations.listed()
         return {
             "models": scheduler.settings.models,
             "processes": processes(),
             "bytes": {
                 "bound": ledger.bound,
-                "running": running,
+                "running": current.running,
                 "reserved": ledger.reserved,
-                "idle": idle,
+                "idle": current.idle,
             },
             "requests": {"running": ledger.running, "waiting": scheduler.waiting},
             "conversations": [
