@@ -44,9 +44,9 @@ def continued(
     model: nn.Module, kind: str, seed: int, make: Callable[[nn.Module], list[Any]]
 ) -> tuple[list[Any], list[int]]:
     """A member's caches and its prompt."""
-    held, length = MEMBERS[kind]
+    read_tokens, length = MEMBERS[kind]
     cache = make(model)
-    prefill(model, cache, prompt_tokens(held, 50 + seed), CHUNK)
+    prefill(model, cache, prompt_tokens(read_tokens, 50 + seed), CHUNK)
     return cache, prompt_tokens(length, seed)
 
 

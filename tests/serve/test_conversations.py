@@ -141,7 +141,7 @@ ROOMY = {"max_size": 60, "budgets": "uniform"}
 
 @pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize(
-    ("held", "wanted", "served"),
+    ("own", "wanted", "served"),
     [
         ([(2, 9)], [(2, 9)], True),
         ([(2, 9)], [(2, 9), (82, 84)], True),  # what is still to come is pinned when it comes
@@ -153,13 +153,13 @@ ROOMY = {"max_size": 60, "budgets": "uniform"}
     ],
 )
 def test_a_pinned_prefix_serves_prompts_that_pin_the_same_of_it(
-    model, tmp_path, files, held, wanted, served
+    model, tmp_path, files, own, wanted, served
 ):
     tokens = prompt_tokens(90)
     conversations = Store(model, tmp_path)
-    cache = made(model, pins=held, **ROOMY)
+    cache = made(model, pins=own, **ROOMY)
     read(model, cache, tokens[:80])
-    conversations.put(tokens[:80], cache, pins=held)
+    conversations.put(tokens[:80], cache, pins=own)
     if files:
         conversations = Store(model, tmp_path)
     taken, rest = conversations.fetch(tokens, pins=wanted, **ROOMY)
@@ -306,12 +306,12 @@ def test_the_longest_text_that_a_prompt_begins_with_is_found_first(model):
 def test_no_cache_ever_takes_more_than_was_reserved(model, settings):
     cache = made(model, **settings)
     most = most_bytes(cache)
-    held = []
+    sizes = []
     for seed, count in enumerate((7, 50, 1, 1, 1, 1, 1, 30, 1, 1)):
         read(model, cache, prompt_tokens(count, seed=seed))
-        held.append(sum(entry.nbytes for entry in cache))
-    assert max(held) <= most
-    assert max(held) > 0.9 * most
+        sizes.append(sum(entry.nbytes for entry in cache))
+    assert max(sizes) <= most
+    assert max(sizes) > 0.9 * most
 
 
 def test_a_size_in_bytes_is_reserved_at_its_largest_stage(model):
@@ -332,14 +332,14 @@ def test_layers_of_other_kinds_are_reserved_whole(name, chunk):
     except NothingToBound:
         empty = stock_caches(model)
     most, tokens = most_bytes(empty, model, chunk), prompt_tokens(120)
-    cache, held = copy.deepcopy(empty), list[int]()
+    cache, sizes = copy.deepcopy(empty), list[int]()
     for first in range(0, len(tokens), chunk):
         read(model, cache, tokens[first : first + chunk])
-        held.append(sum(entry.nbytes for entry in cache))
+        sizes.append(sum(entry.nbytes for entry in cache))
     for _ in range(3):
         read(model, cache, [5])
-        held.append(sum(entry.nbytes for entry in cache))
-    assert 0.3 * most < max(held) <= most
+        sizes.append(sum(entry.nbytes for entry in cache))
+    assert 0.3 * most < max(sizes) <= most
     if all(hasattr(entry, "merge") for entry in empty):
         generator = BatchGenerator(
             model, prefill_step_size=chunk, completion_batch_size=4, prefill_batch_size=4

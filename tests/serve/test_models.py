@@ -40,7 +40,7 @@ def ask(server: Running, model: str, prompt: str = PROMPT, tokens: int = 6) -> A
     )
 
 
-def known(server: Running, model: str, prompt: str) -> int:
+def cached(server: Running, model: str, prompt: str) -> int:
     """The prompt's tokens that caches have read."""
     return int(ask(server, model, prompt).usage.prompt_tokens_details.cached_tokens)
 
@@ -64,7 +64,7 @@ def test_each_model_is_loaded_when_it_is_asked_for(other, embedded):
         assert answers[other] == answers["gpt-4o"] == alone(mlx_h2o.load(other), PROMPT, 6)
         # Each goes on from its own caches alone.
         more = f"{PROMPT}{answers[MODEL]} and"
-        assert known(server, MODEL, more) > known(server, other, more)
+        assert cached(server, MODEL, more) > cached(server, other, more)
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             ask(server, "gpt-9")
         with ThreadPoolExecutor(4) as pool:
@@ -85,7 +85,7 @@ def test_a_model_that_no_request_uses_makes_room_for_another(other, embedded):
         assert names(server) == [other]
         assert gone() is None
         # Its conversations stay, and go on when it is loaded again.
-        assert known(server, MODEL, f"{PROMPT}{first} and") > known(server, MODEL, PROMPT)
+        assert cached(server, MODEL, f"{PROMPT}{first} and") > cached(server, MODEL, PROMPT)
         assert weights(server) <= room
         # A model whose request runs stays, and who asks for another comes next.
         long = pool.submit(ask, server, MODEL, words(40, 30), 120)

@@ -138,8 +138,8 @@ def test_a_call_that_is_no_json_is_the_answers_text(embedded):
     text = 'Well <tool_call>{"name": look}</tool_call> so'
     assert answer_with(embedded, text, tools=[TOOL]) == (text, [], "stop")
     call = 'Well <tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    said, calls, reason = answer_with(embedded, call, tools=[TOOL])
-    assert (said, calls[0]["function"]["name"], reason) == ("Well ", "look", "tool_calls")
+    content, calls, reason = answer_with(embedded, call, tools=[TOOL])
+    assert (content, calls[0]["function"]["name"], reason) == ("Well ", "look", "tool_calls")
 
 
 def test_a_call_that_nobody_offered_is_text(embedded):

@@ -61,12 +61,12 @@ def opened(
     page = browser.new_page(viewport=size, color_scheme=scheme)
     wrong: list[str] = []
 
-    def said(message: Any) -> None:
+    def check(message: Any) -> None:
         if message.type == "error" and not (refused and "status of 400" in message.text):
             wrong.append(message.text)
 
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", said)
+    page.on("console", check)
     page.set_default_timeout(60_000)
     try:
         page.goto(server.url)
@@ -82,7 +82,7 @@ def say(page: Page, text: str) -> None:
     page.locator("#question").fill(text)
     page.locator("#question").press("Enter")
     until(lambda: page.evaluate("last") != before, 60)
-    until(lambda: page.evaluate("shown !== null && shown.id === last && !shown.running"), 60)
+    until(lambda: page.evaluate("view !== null && view.id === last && !view.running"), 60)
 
 
 def fetched(server: Running, path: str = "") -> Any:
@@ -97,11 +97,11 @@ def newest(server: Running) -> Any:
 
 
 def share(layers: list[Any], first: int, end: int) -> float:
-    held = sum(sum(layer["held"][first:end]) for layer in layers)
-    return held / sum(layer["heads"] * (end - first) for layer in layers)
+    holders = sum(sum(layer["holders"][first:end]) for layer in layers)
+    return holders / sum(layer["heads"] * (end - first) for layer in layers)
 
 
-def shown_shares(page: Page) -> list[tuple[int, int, float, float]]:
+def shares_on_page(page: Page) -> list[tuple[int, int, float, float]]:
     """Each word's first token, the one past its last, what the page found, and what it paints."""
     return [
         tuple(word)
@@ -115,25 +115,27 @@ def shown_shares(page: Page) -> list[tuple[int, int, float, float]]:
 def test_a_chat_is_watched_pinned_and_halved(browser, server):
     with opened(browser, server) as page:
         say(page, words(0, 90))
-        told = newest(server)
-        answer = page.locator("#said .assistant .body").inner_text()
+        outline = newest(server)
+        answer = page.locator("#log .assistant .body").inner_text()
         assert answer
-        assert "".join(told["texts"]).rstrip().endswith(answer.rstrip())
+        assert "".join(outline["texts"]).rstrip().endswith(answer.rstrip())
         expect(page.locator("#status")).to_have_text(f"The model says: {answer}")
-        expect(page.locator("#said .more")).to_contain_text("Cut at its limit.")
-        spans = shown_shares(page)
-        assert (spans[0][0], spans[-1][1]) == (0, len(told["texts"]))
-        for first, end, found, painted in spans:
-            assert found == pytest.approx(share(told["layers"], first, end))
-            assert painted == pytest.approx(0.04 + 0.56 * found**0.5 if found else 0, abs=1e-3)
+        expect(page.locator("#log .more")).to_contain_text("Cut at its limit.")
+        spans = shares_on_page(page)
+        assert (spans[0][0], spans[-1][1]) == (0, len(outline["texts"]))
+        for first, end, shade, painted in spans:
+            assert shade == pytest.approx(share(outline["layers"], first, end))
+            assert painted == pytest.approx(0.04 + 0.56 * shade**0.5 if shade else 0, abs=1e-3)
         page.locator("#text .w:not(.gone)").nth(20).click()
         expect(page.locator("#pins button")).to_have_count(1)
         (pinned,) = newest(server)["pins"]
         page.locator("#half").check()
         expect(page.locator("#at-half")).to_contain_text("words would be lost")
-        told = newest(server)
-        half = fetched(server, f"/{told['id']}/half")["layers"]
-        lost = sum(share(told["layers"], a, b) > 0 and share(half, a, b) == 0 for a, b, *_ in spans)
+        outline = newest(server)
+        half = fetched(server, f"/{outline['id']}/half")["layers"]
+        lost = sum(
+            share(outline["layers"], a, b) > 0 and share(half, a, b) == 0 for a, b, *_ in spans
+        )
         assert lost > 0
         expect(page.locator("#text .w.lost")).to_have_count(lost)
         page.locator("#half").uncheck()
@@ -186,7 +188,7 @@ CONTRAST = """
 })()
 """
 OVERFLOW = """
-[document.documentElement, document.body, ...document.querySelectorAll("section, #said, #text")]
+[document.documentElement, document.body, ...document.querySelectorAll("section, #log, #text")]
   .filter(element => element.scrollWidth > element.clientWidth)
   .map(element => element.tagName + element.id)
 """
@@ -306,7 +308,7 @@ def test_markdown_is_shown_and_html_stays_text(browser, server):
     with opened(browser, server) as page:
         messages = [{"role": role, "content": MARKDOWN} for role in ("user", "assistant")]
         page.evaluate("messages => show(messages, '')", messages)
-        body = page.locator("#said .assistant .body")
+        body = page.locator("#log .assistant .body")
         parts = {".title": "A title", "strong": "bold", "code": "a < b", "em": "two"}
         for part, text in parts.items():
             assert [one.strip() for one in body.locator(part).all_inner_texts()] == [text]
@@ -315,7 +317,7 @@ def test_markdown_is_shown_and_html_stays_text(browser, server):
         last = MARKDOWN.splitlines()[-1]
         assert body.inner_text().splitlines()[-1] == last
         assert "\u2022 one bold" in body.inner_text()
-        assert page.locator("#said .user .body").inner_text() == MARKDOWN
+        assert page.locator("#log .user .body").inner_text() == MARKDOWN
 
 
 # -- keyboard and assistive technology ------------------------------------------------------------
@@ -354,8 +356,8 @@ def test_everything_is_reached_and_done_by_keyboard(browser, roomy):
         expect(page.locator("#text .w.range")).to_have_count(3)
         page.keyboard.press("Enter")
         expect(page.locator("#pins button")).to_have_count(1)
-        expect(page.locator("#told")).to_contain_text("Pinned.")
-        spans = shown_shares(page)
+        expect(page.locator("#pin-status")).to_contain_text("Pinned.")
+        spans = shares_on_page(page)
         assert newest(roomy)["pins"] == [[spans[1][0], spans[3][1]]]
         assert page.evaluate(FOCUS) == ["text", True]
         down = page.locator("#text").get_attribute("aria-activedescendant")
@@ -397,15 +399,15 @@ def test_every_control_has_a_name(browser, server):
 @pytest.mark.slow
 def test_what_is_said_is_text_and_nothing_else_is_loaded(browser, server):
     with opened(browser, server) as page:
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("dialog", lambda dialog: asked.append("a dialog"))
-        said = "<img src=x onerror=alert(1)><script>alert(2)</script> & end"
-        say(page, said)
-        assert page.locator("#said .user .body").inner_text() == said
-        assert page.locator("#said img, #text img, #said script, #text script").count() == 0
-        assert asked
-        assert all(url.startswith(server.url) for url in asked)
+        urls = []
+        page.on("request", lambda request: urls.append(request.url))
+        page.on("dialog", lambda dialog: urls.append("a dialog"))
+        text = "<img src=x onerror=alert(1)><script>alert(2)</script> & end"
+        say(page, text)
+        assert page.locator("#log .user .body").inner_text() == text
+        assert page.locator("#log img, #text img, #log script, #text script").count() == 0
+        assert urls
+        assert all(url.startswith(server.url) for url in urls)
     with serving() as other:
         page = browser.new_page()
         page.goto(server.url)
@@ -424,14 +426,14 @@ def test_an_answer_can_be_stopped_and_the_chat_goes_on(browser):
     with serving(answer_tokens=100_000) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 30))
         page.locator("#question").press("Enter")
-        expect(page.locator("#said .assistant .body")).not_to_be_empty(timeout=60_000)
+        expect(page.locator("#log .assistant .body")).not_to_be_empty(timeout=60_000)
         expect(page.locator("#send")).to_have_text("Stop")
         page.locator("#send").click()
         expect(page.locator("#send")).to_have_text("Send")
-        expect(page.locator("#said .stopped")).to_have_count(1)
+        expect(page.locator("#log .stopped")).to_have_count(1)
         until(lambda: server.scheduler.ledger.running == 0)
         page.locator("#new").click()
-        expect(page.locator("#said li")).to_have_count(1)
+        expect(page.locator("#log li")).to_have_count(1)
         expect(page.locator("#question")).to_be_focused()
 
 
@@ -442,25 +444,25 @@ def test_a_reload_keeps_the_chat_and_a_listed_conversation_goes_on(browser, room
         page.locator("summary").click()
         page.locator("#system").fill("Be short.")
         say(page, words(0, 20))
-        said = page.locator("#said .body").all_inner_texts()
-        kept = page.evaluate("[last, messages]")
+        text = page.locator("#log .body").all_inner_texts()
+        state = page.evaluate("[last, messages]")
         page.reload()
-        until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
-        assert page.locator("#said .body").all_inner_texts() == said
-        assert page.evaluate("[last, messages]") == kept
+        until(lambda: page.evaluate("view !== null && view.id === last"), 60)
+        assert page.locator("#log .body").all_inner_texts() == text
+        assert page.evaluate("[last, messages]") == state
         say(page, words(60, 10))
-        assert len(newest(server)["texts"]) > len(said)
+        assert len(newest(server)["texts"]) > len(text)
         page.locator("#new").click()
         expect(page.locator("#go-on")).to_be_hidden()
-        asked = [{"role": "user", "content": f"Remember the ferret. {words(300, 20)}"}]
-        answer = server.client.chat.completions.create(model=MODEL, messages=asked, max_tokens=4)
+        urls = [{"role": "user", "content": f"Remember the ferret. {words(300, 20)}"}]
+        answer = server.client.chat.completions.create(model=MODEL, messages=urls, max_tokens=4)
         option = page.locator("#which option", has_text="Remember the ferret")
         expect(option).to_have_count(1, timeout=20_000)
         page.locator("#which").select_option(option.get_attribute("value"))
         before = fetched(server, f"/{answer.id}")
         page.locator("#go-on").click()
-        expect(page.locator("#said .user .body")).to_have_text(asked[0]["content"])
-        until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
+        expect(page.locator("#log .user .body")).to_have_text(urls[0]["content"])
+        until(lambda: page.evaluate("view !== null && view.id === last"), 60)
         expect(page.locator("#go-on")).to_be_hidden()
         say(page, words(90, 10))
         after = newest(server)["texts"]
@@ -472,7 +474,7 @@ def test_stop_leaves_the_memory_view_whole(browser):
     with serving(answer_tokens=100_000) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 30))
         page.locator("#question").press("Enter")
-        until(lambda: page.evaluate("shown?.running === true"), 60)
+        until(lambda: page.evaluate("view?.running === true"), 60)
         page.locator("#send").click()
         expect(page.locator("#send")).to_have_text("Send")
         until(lambda: server.scheduler.ledger.running == 0)
@@ -484,7 +486,7 @@ def test_stop_leaves_the_memory_view_whole(browser):
 
 # When each look at an answer that is being given began, in milliseconds.
 LOOKS = """
-performance.getEntriesByType("resource").filter(one => one.name.includes("known="))
+performance.getEntriesByType("resource").filter(one => one.name.includes("from="))
   .map(one => one.startTime)
 """
 
@@ -494,11 +496,11 @@ SHADED = """
 (() => {
   const spans = [...document.querySelectorAll("#text .w")];
   return {
-    tokens: shown.texts.length,
-    held: shown.layers.map(layer => layer.held.length),
+    tokens: view.texts.length,
+    holders: view.layers.map(layer => layer.holders.length),
     first: words[0].span === window.first && window.first.isConnected,
     words: words.map(({first, end, span}) => [first, end, +span.style.getPropertyValue("--share")]),
-    text: words.map(word => word.text).join("") === shown.texts.join(""),
+    text: words.map(word => word.text).join("") === view.texts.join(""),
     spans: spans.length === words.length && spans.every((span, i) => span === words[i].span),
   };
 })()
@@ -511,22 +513,22 @@ def test_the_text_is_shaded_while_it_is_said(browser):
     with serving(answer_tokens=100_000) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 60))
         page.locator("#question").press("Enter")
-        until(lambda: page.evaluate("shown?.running === true"), 60)
+        until(lambda: page.evaluate("view?.running === true"), 60)
         page.evaluate("window.first = words[0].span")
-        before = page.evaluate("shown.texts.length")
+        before = page.evaluate("view.texts.length")
         expect(page.locator("#text")).to_be_visible()
-        until(lambda: page.evaluate("shown.texts.length") > before, 60)
+        until(lambda: page.evaluate("view.texts.length") > before, 60)
         until(lambda: len(page.evaluate(LOOKS)) >= 3, 60)
         # A slow machine says little between two looks: until some word is in no head.
         until(lambda: page.evaluate("words.some(word => word.now === 0)"), 60)
-        found = page.evaluate(SHADED)
-        assert set(found["held"]) == {found["tokens"]}
-        assert found["first"]
-        painted = found["words"]
-        assert (painted[0][0], painted[-1][1]) == (0, found["tokens"])
+        shade = page.evaluate(SHADED)
+        assert set(shade["holders"]) == {shade["tokens"]}
+        assert shade["first"]
+        painted = shade["words"]
+        assert (painted[0][0], painted[-1][1]) == (0, shade["tokens"])
         assert 0 < sum(share > 0 for *_, share in painted) < len(painted)
-        assert found["text"]
-        assert found["spans"]
+        assert shade["text"]
+        assert shade["spans"]
         assert min(b - a for a, b in itertools.pairwise(page.evaluate(LOOKS))) >= 1000
         page.locator("#send").click()
         expect(page.locator("#send")).to_have_text("Send")
@@ -550,7 +552,7 @@ def test_a_full_server_says_so_and_the_words_are_kept(browser):
         page.locator("#question").press("Enter")
         expect(page.locator("#problem")).to_contain_text("The queue is full. Try again in")
         expect(page.locator("#question")).to_have_value("Are you there?")
-        assert page.locator("#said .user").count() == 0
+        assert page.locator("#log .user").count() == 0
         expect(page.locator("#first")).to_be_visible()
         expect(page.locator("#bytes")).to_contain_text("for all conversations")
         stream.close()
@@ -561,18 +563,18 @@ def test_a_full_server_says_so_and_the_words_are_kept(browser):
 def test_an_answer_that_was_cut_is_continued_and_another_is_given(browser, server):
     with opened(browser, server) as page:
         say(page, words(700, 20))
-        body, more = page.locator("#said .assistant .body"), page.locator("#said .more button")
+        body, more = page.locator("#log .assistant .body"), page.locator("#log .more button")
         first = body.inner_text()
         for name in ("Continue", "Another answer"):
             before = page.evaluate("last")
             more.filter(has_text=name).click()
             until(lambda before=before: page.evaluate("last") != before, 60)
-            until(lambda: page.evaluate("shown?.id === last && !shown.running"), 60)
+            until(lambda: page.evaluate("view?.id === last && !view.running"), 60)
             answer = page.evaluate("messages.at(-1).content")
             assert body.inner_text() == answer
             assert "".join(newest(server)["texts"]).rstrip().endswith(answer.rstrip())
             assert page.evaluate("messages.length") == 2
-            expect(page.locator("#said .more")).to_have_count(1)
+            expect(page.locator("#log .more")).to_have_count(1)
             if name == "Continue":
                 assert [one["content"] for one in newest(server)["messages"]][1:] == [answer]
                 assert answer.startswith(first)
@@ -584,7 +586,7 @@ def test_what_is_refused_keeps_the_answer_and_its_buttons(browser, server):
     page = browser.new_page()
     page.goto(server.url)
     say(page, words(720, 20))
-    body, more = page.locator("#said .assistant .body"), page.locator("#said .more button")
+    body, more = page.locator("#log .assistant .body"), page.locator("#log .more button")
     answer, problem = body.inner_text(), page.locator("#problem")
     for name in ("Continue", "Another answer"):
         page.locator("#warmth").evaluate("box => box.value = -1")
@@ -622,7 +624,7 @@ def test_what_is_selected_is_pinned_by_a_button(browser, roomy):
         )
         page.locator("#pin-range").click()
         expect(page.locator("#pins button")).to_have_count(1)
-        spans = shown_shares(page)
+        spans = shares_on_page(page)
         assert newest(roomy)["pins"] == [[spans[2][0], spans[4][1]]]
         expect(page.locator("#pin-range")).to_be_hidden()
 
@@ -631,14 +633,14 @@ def test_what_is_selected_is_pinned_by_a_button(browser, roomy):
 def test_pins_that_a_turn_did_not_carry_over_are_set_again(browser, server):
     """Another client asks the same, and its conversation, without pins, takes the other's place."""
     with opened(browser, server) as page:
-        asked = words(500, 20)
-        say(page, asked)
+        urls = words(500, 20)
+        say(page, urls)
         page.locator("#text .w").nth(0).click()
         expect(page.locator("#pins button")).to_have_count(1)
         pins = newest(server)["pins"]
         assert pins
         server.client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": asked}]
+            model=MODEL, messages=[{"role": "user", "content": urls}]
         )
         assert newest(server)["pins"] == []
         say(page, words(530, 20))

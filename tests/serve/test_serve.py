@@ -64,9 +64,9 @@ def test_requests_side_by_side_get_what_each_gets_alone(plain, embedded):
         return "".join(chunk.choices[0].text for chunk in chunks)
 
     with ThreadPoolExecutor(8) as pool:
-        asked, streamed = pool.map(ask, cases), pool.map(stream, cases)
+        whole_answers, streamed = pool.map(ask, cases), pool.map(stream, cases)
         expected = [alone(embedded, prompt, 12, **settings) for prompt, settings in cases]
-        assert list(asked) == list(streamed) == expected
+        assert list(whole_answers) == list(streamed) == expected
 
 
 def test_a_chat_goes_on_from_its_own_caches(plain):
@@ -76,8 +76,8 @@ def test_a_chat_goes_on_from_its_own_caches(plain):
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And Anne?"}]
     second = plain.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=6)
-    known = second.usage.prompt_tokens_details.cached_tokens
-    assert first.usage.prompt_tokens <= known < second.usage.prompt_tokens
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens <= cached < second.usage.prompt_tokens
 
 
 def test_the_same_question_again_is_answered_again(plain):
@@ -352,10 +352,10 @@ def test_a_kill_and_a_restart_lose_nothing_that_was_saved(tmp_path, embedded):
     try:
         whole = f"{turns[0]}{first}{turns[1]}"
         second = ask(port, whole)
-        known = second.usage.prompt_tokens_details.cached_tokens
-        assert known > len(tokenizer.encode(turns[0]))
-        rest = tokenizer.encode(whole)[known:]
-        assert len(rest) == second.usage.prompt_tokens - known
+        cached = second.usage.prompt_tokens_details.cached_tokens
+        assert cached > len(tokenizer.encode(turns[0]))
+        rest = tokenizer.encode(whole)[cached:]
+        assert len(rest) == second.usage.prompt_tokens - cached
     finally:
         process.terminate()
         assert process.wait(30) == 0

@@ -85,12 +85,12 @@ def schema_format(schema: Any) -> dict[str, Any]:
 
 
 def is_of_schema(text: str) -> bool:
-    told = json.loads(text)
+    value = json.loads(text)
     return (
-        set(told) == {"name", "age"}
-        and told["name"] in ("Anne", "Toby")
-        and isinstance(told["age"], int)
-        and told["age"] <= 99
+        set(value) == {"name", "age"}
+        and value["name"] in ("Anne", "Toby")
+        and isinstance(value["age"], int)
+        and value["age"] <= 99
     )
 
 
@@ -124,8 +124,8 @@ def test_the_same_alone_and_streamed(plain):
     whole = chat(plain, **options).choices[0].message.content
     assert is_of_schema(whole)
     chunks = chat(plain, stream=True, **options)
-    said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert said == whole
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole
 
 
 def test_a_json_object_is_one_as_far_as_it_goes(plain):
@@ -135,7 +135,7 @@ def test_a_json_object_is_one_as_far_as_it_goes(plain):
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("form", "why"),
     [
         ({"type": "yaml"}, "response_format.type: Input should be"),
         ({"type": "json_schema"}, "json_schema must be"),
@@ -146,9 +146,9 @@ def test_a_json_object_is_one_as_far_as_it_goes(plain):
         (schema_format({"not": {}, "type": "object"}), "form of the answer is invalid"),
     ],
 )
-def test_forms_that_cannot_be_are_refused(plain, asked, why):
+def test_forms_that_cannot_be_are_refused(plain, form, why):
     with pytest.raises(openai.BadRequestError) as refused:
-        chat(plain, response_format=asked)
+        chat(plain, response_format=form)
     assert why in str(refused.value)
     assert plain.scheduler.ledger.running == 0
 
@@ -238,8 +238,8 @@ def test_tools_beside_a_form_give_one_or_the_other(caller):
             seed=seed,
         )  # fmt: skip
         message = answer.choices[0].message
-        told = message.content or message.tool_calls[0].function.arguments
-        assert is_of_schema(told)
+        value = message.content or message.tool_calls[0].function.arguments
+        assert is_of_schema(value)
 
 
 def test_tools_are_offered_or_not(caller):
@@ -404,8 +404,8 @@ def test_logprobs_are_finite_and_those_of_the_tokens(plain):
     )
     assert math.isfinite(least)
     streamed = chat(plain, 5, logprobs=True, temperature=0, stream=True)
-    told = [t for c in streamed if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
-    assert [one.logprob for one in told] == pytest.approx([one.logprob for one in content])
+    value = [t for c in streamed if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert [one.logprob for one in value] == pytest.approx([one.logprob for one in content])
 
 
 # -- fields ---------------------------------------------------------------------------------------

@@ -72,14 +72,14 @@ def test_a_step_that_raises_is_a_500_with_the_reason_and_frees_its_bytes(
     breaking.at = rows
     with pytest.raises(openai.InternalServerError, match="RuntimeError: out of memory"):
         server.ask(words(10 * rows, 30), 4)
-    status, told = health(server)
-    assert (status, told["status"]) == (503, "failing")
-    assert "out of memory" in told["last_failure"]
+    status, report = health(server)
+    assert (status, report["status"]) == (503, "failing")
+    assert "out of memory" in report["last_failure"]
     until(lambda: server.scheduler.ledger.reserved == 0)
     assert server.ask(words(40, 30), 6) == alone(embedded, words(40, 30), 6)
-    status, told = health(server)
-    assert (status, told["status"]) == (200, "ok")
-    assert told["failures"] > 0
+    status, report = health(server)
+    assert (status, report["status"]) == (200, "ok")
+    assert report["failures"] > 0
 
 
 def test_a_stream_that_breaks_off_says_so_and_does_not_end_as_if_it_were_whole(server, breaking):
@@ -111,8 +111,8 @@ def test_those_whom_it_does_not_concern_go_on(server, breaking, embedded, rows):
         broken, whole = (second, first) if rows > 1 else (first, second)
         with pytest.raises(openai.InternalServerError):
             broken.result()
-        asked = (prompts[1], 8) if rows == 1 else (prompts[0], 60)
-        assert whole.result() == alone(embedded, *asked)
+        question = (prompts[1], 8) if rows == 1 else (prompts[0], 60)
+        assert whole.result() == alone(embedded, *question)
 
 
 def test_a_sampler_that_raises_gives_its_own_request_alone_a_500(server, embedded, monkeypatch):

@@ -43,26 +43,27 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def asked(
+def exchange(
     port: int, path: str, body: Any = None, method: str | None = None, **headers: str
 ) -> tuple[int, Any, dict[str, str]]:
     """Status, JSON and headers of an answer."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     text = body if isinstance(body, bytes | None) else json.dumps(body)
     connection.request(method or ("GET" if body is None else "POST"), path, text, headers)
-    answer = connection.getresponse()
-    told = answer.read()
-    return answer.status, json.loads(told) if told else None, dict(answer.getheaders())
+    response = connection.getresponse()
+    answer = response.read()
+    headers = dict(response.getheaders())
+    return response.status, json.loads(answer) if answer else None, headers
 
 
-def is_error(told: Any, status: int) -> bool:
-    error = told["error"]
+def is_error(answer: Any, status: int) -> bool:
+    error = answer["error"]
     words = {401: "invalid_api_key", 404: "model_not_found"}
-    known = error["code"] in (status, words.get(status))
-    return known and bool(error["message"]) and bool(error["type"])
+    has_code = error["code"] in (status, words.get(status))
+    return has_code and bool(error["message"]) and bool(error["type"])
 
 
-def spoken(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
+def raw_exchange(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
     """All that the server says to bytes that come in pieces, until it closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         for piece in pieces:
@@ -71,20 +72,20 @@ def spoken(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
             except OSError:
                 break
             time.sleep(pause)
-        return heard(client)
+        return raw_answer(client)
 
 
-def heard(client: socket.socket) -> bytes:
+def raw_answer(client: socket.socket) -> bytes:
     """All that is said until the connection is closed."""
-    said = b""
+    text = b""
     with suppress(ConnectionError):
         while part := client.recv(1 << 16):
-            said += part
-    return said
+            text += part
+    return text
 
 
-def error_in(said: bytes) -> tuple[int, Any]:
-    head, _, body = said.partition(b"\r\n\r\n")
+def error_in(text: bytes) -> tuple[int, Any]:
+    head, _, body = text.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)
 
 
@@ -113,11 +114,11 @@ def error_in(said: bytes) -> tuple[int, Any]:
 )
 def test_bodies_that_say_nothing_sensible_are_refused_in_one_form(server, body, why):
     for path in ("/v1/completions", "/v1/chat/completions"):
-        status, told, _ = asked(server.port, path, body)
+        status, answer, _ = exchange(server.port, path, body)
         assert status == 400
-        assert is_error(told, 400)
-        assert why in told["error"]["message"]
-        assert len(told["error"]["message"]) < 400
+        assert is_error(answer, 400)
+        assert why in answer["error"]["message"]
+        assert len(answer["error"]["message"]) < 400
 
 
 NUMBER_FIELDS = {
@@ -137,9 +138,9 @@ def test_every_number_has_a_range(server, name):
     wrong = [*NUMBER_FIELDS[name], "1", True, [1], {}, 10**290, -(10**290)]
     for value in wrong:
         body = {"prompt": "x", name: value, "max_tokens": 1} | {name: value}
-        status, told, _ = asked(server.port, "/v1/completions", body)
+        status, answer, _ = exchange(server.port, "/v1/completions", body)
         assert status == 400, value
-        assert name in told["error"]["message"]
+        assert name in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,9 @@ def test_every_number_has_a_range(server, name):
 )
 def test_messages_are_refused_by_name(server, messages, why):
     body = {"messages": messages, "max_tokens": 1}
-    status, told, _ = asked(server.port, "/v1/chat/completions", body)
+    status, answer, _ = exchange(server.port, "/v1/chat/completions", body)
     assert status == 400
-    assert why in told["error"]["message"]
+    assert why in answer["error"]["message"]
 
 
 # -- routes ---------------------------------------------------------------------------------------
@@ -193,10 +194,10 @@ def test_messages_are_refused_by_name(server, messages, why):
 )
 def test_unknown_routes_and_methods_answer_in_one_form(server, method, path, status):
     body = {} if method in ("POST", "PUT") else None
-    got, told, headers = asked(server.port, path, body, method)
-    assert got == status
-    assert is_error(told, status)
-    assert len(told["error"]["message"]) < 400
+    actual, answer, headers = exchange(server.port, path, body, method)
+    assert actual == status
+    assert is_error(answer, status)
+    assert len(answer["error"]["message"]) < 400
     assert status != 405 or headers["allow"]
 
 
@@ -207,16 +208,16 @@ def test_the_model_is_told_by_its_name(server):
 
 
 def test_what_is_no_http_is_told_so_in_the_same_form(server):
-    for said in (
+    for text in (
         b"nonsense\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"y" * 200_000,
     ):
-        status, told = error_in(spoken(server.port, said))
+        status, answer = error_in(raw_exchange(server.port, text))
         assert status == 400
-        assert is_error(told, 400)
-    assert asked(server.port, "/health")[0] == 200
+        assert is_error(answer, 400)
+    assert exchange(server.port, "/health")[0] == 200
 
 
 # -- the slow and the many ------------------------------------------------------------------------
@@ -238,17 +239,17 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 def test_slow_senders_are_sent_away(server, pieces):
     """Each byte comes in time, and the whole does not."""
     start = time.monotonic()
-    status, told = error_in(spoken(server.port, *pieces, pause=PATIENCE / 10))
+    status, answer = error_in(raw_exchange(server.port, *pieces, pause=PATIENCE / 10))
     assert status == 408
-    assert is_error(told, 408)
+    assert is_error(answer, 408)
     assert time.monotonic() - start >= PATIENCE
 
 
 def test_a_chunked_body_is_limited_too(server):
     chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
-    said = spoken(server.port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20)
-    status, told = error_in(said)
-    assert (status, is_error(told, 413)) == (413, True)
+    text = raw_exchange(server.port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20)
+    status, answer = error_in(text)
+    assert (status, is_error(answer, 413)) == (413, True)
 
 
 def test_half_sent_bodies_hold_no_thread_and_connections_are_counted(server):
@@ -261,15 +262,15 @@ def test_half_sent_bodies_hold_no_thread_and_connections_are_counted(server):
         for client in clients:
             client.sendall(half)
         with socket.create_connection(("127.0.0.1", port), timeout=30) as late:
-            status, told = error_in(heard(late))
-        assert (status, is_error(told, 503)) == (503, True)
+            status, answer = error_in(raw_answer(late))
+        assert (status, is_error(answer, 503)) == (503, True)
         assert threading.active_count() <= before + 1
         for client in clients:
-            assert error_in(heard(client))[0] == 408
+            assert error_in(raw_answer(client))[0] == 408
     finally:
         for client in clients:
             client.close()
-    until(lambda: asked(port, "/health")[0] == 200)
+    until(lambda: exchange(port, "/health")[0] == 200)
 
 
 @pytest.mark.slow
@@ -299,14 +300,14 @@ def test_a_key_is_needed_for_all_but_health():
             for given in ({}, {"Authorization": "Bearer sesam"}, {"Authorization": "Basic ===="},
                           {"Authorization": "Bearer sesame2"}, {"Authorization": "sesame"},
                           {"Authorization": "Bearer \xff"}):  # fmt: skip
-                status, told, headers = asked(port, path, body, **given)
-                assert (status, is_error(told, 401)) == (401, True)
+                status, answer, headers = exchange(port, path, body, **given)
+                assert (status, is_error(answer, 401)) == (401, True)
                 assert headers["www-authenticate"]
-        until(lambda: asked(port, "/health")[0] == 200)
+        until(lambda: exchange(port, "/health")[0] == 200)
         right = {"Authorization": "Bearer sesame"}
-        assert asked(port, "/v1/models", **right)[0] == 200
+        assert exchange(port, "/v1/models", **right)[0] == 200
         basic = base64.b64encode(b"anyone:sesame").decode()
-        assert asked(port, "/h2o/conversations", Authorization=f"Basic {basic}")[0] == 200
+        assert exchange(port, "/h2o/conversations", Authorization=f"Basic {basic}")[0] == 200
         with pytest.raises(openai.AuthenticationError):
             running.client.models.list()
 
@@ -314,20 +315,20 @@ def test_a_key_is_needed_for_all_but_health():
 def test_fields_that_are_not_known_are_named_in_a_header_and_once_in_the_log(server, caplog):
     body = {"prompt": "x", "max_tokens": 1, "typo_of_mine": 3, "verbosity": "low", "a\r\nb: c": 1}
     for _ in range(2):
-        status, _, headers = asked(server.port, "/v1/completions", body)
+        status, _, headers = exchange(server.port, "/v1/completions", body)
         assert status == 200
         assert headers[IGNORED.lower()] == "typo_of_mine, verbosity"
         assert "b" not in headers
     assert caplog.text.count("typo_of_mine") == 1
     body = {"prompt": "x", "max_tokens": 1, "user": "me"}
-    assert IGNORED.lower() not in asked(server.port, "/v1/completions", body)[2]
+    assert IGNORED.lower() not in exchange(server.port, "/v1/completions", body)[2]
 
 
 def test_https(tmp_path, capsys):
     files = [str(tmp_path / name) for name in ("key.pem", "cert.pem")]
     making = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-    kept = ["-keyout", files[0], "-out", files[1]]
-    subprocess.run([*making.split(), *kept], check=True, capture_output=True)
+    outputs = ["-keyout", files[0], "-out", files[1]]
+    subprocess.run([*making.split(), *outputs], check=True, capture_output=True)
     certificate = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
     with serving(certificate=certificate) as running:
         context = ssl.create_default_context(cafile=files[1])
@@ -378,8 +379,8 @@ def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_ru
             shown = []
             while not all(one.done() for one in streams):
                 shown.append(values_in(port))
-                told = asked(port, "/h2o/conversations")[1]["bytes"]
-                shown.append({"running": told["running"], "idle": told["idle"]})
+                answer = exchange(port, "/h2o/conversations")[1]["bytes"]
+                shown.append({"running": answer["running"], "idle": answer["idle"]})
             assert all(one.result() > 5 for one in streams)
             done.set()
             watch.result()
@@ -394,10 +395,10 @@ def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_ru
 
 def values_in(port: int) -> dict[str, float]:
     """What /metrics says of bytes."""
-    said = spoken(port, b"GET /metrics HTTP/1.0\r\n\r\n").decode()
+    text = raw_exchange(port, b"GET /metrics HTTP/1.0\r\n\r\n").decode()
     find = r"^mlx_h2o_kv_bytes_{} (\S+)$"
     return {
-        name: float(re.search(find.format(name), said, re.M)[1]) for name in ("running", "idle")
+        name: float(re.search(find.format(name), text, re.M)[1]) for name in ("running", "idle")
     }
 
 
@@ -433,10 +434,10 @@ def test_no_way_out_leaves_a_thread_behind(way, tmp_path):
             if way == "SIGTERM":
                 time.sleep(0.6 * i)
                 process.terminate()
-            _, said = process.communicate(timeout=120)
-            assert "terminate called" not in said
-            assert "Traceback" not in said
-            assert process.returncode in (0, 2, 130, 143, -signal.SIGTERM), said
+            _, text = process.communicate(timeout=120)
+            assert "terminate called" not in text
+            assert "Traceback" not in text
+            assert process.returncode in (0, 2, 130, 143, -signal.SIGTERM), text
 
 
 def test_a_port_in_use_is_an_error_in_one_line():

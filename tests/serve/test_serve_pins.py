@@ -31,8 +31,8 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def pins(**asked: Any) -> dict[str, Any]:
-    return {"mlx_h2o": {"pins": asked}}
+def pins(**wanted_pins: Any) -> dict[str, Any]:
+    return {"mlx_h2o": {"pins": wanted_pins}}
 
 
 def holds(cache: list[Any], *spans: tuple[int, int]) -> bool:
@@ -55,17 +55,17 @@ def test_sequences_of_one_batch_have_each_its_own_pins(server, embedded):
     text = f"{words(0, 20)}. The Fee shall mean ten ducats. {words(20, 50)}"
     _, tokenizer = embedded
     tokens = tokenizer.encode(text)
-    asked = [{"texts": ["ten ducats"]}, {"texts": ["shall mean"]}, {"spans": [[3, 9]]}, {}]
+    wanted_pins = [{"texts": ["ten ducats"]}, {"texts": ["shall mean"]}, {"spans": [[3, 9]]}, {}]
     rules = [PinRules(texts=("ten ducats",)), PinRules(texts=("shall mean",))]
     spans = [*(spans_for(rule, tokenizer, tokens) for rule in rules), ((3, 9),), ()]
     assert spans[0][0][0] > spans[1][0][0]
     with ThreadPoolExecutor(4) as pool:
-        answers = pool.map(lambda one: server.ask(text, 12, extra_body=pins(**one)), asked)
+        answers = pool.map(lambda one: server.ask(text, 12, extra_body=pins(**one)), wanted_pins)
         assert list(answers) == [alone(embedded, text, 12, **SETTINGS, pins=each) for each in spans]
     until(lambda: len(server.scheduler.conversations) >= 4)
-    held = {idle.place.mark.pins: idle.cache for idle in server.scheduler.conversations.entries}
-    assert all(holds(held[each], *each) for each in spans)
-    assert not holds(held[()], *spans[0])  # which a policy alone forgets
+    caches = {idle.place.mark.pins: idle.cache for idle in server.scheduler.conversations.entries}
+    assert all(holds(caches[each], *each) for each in spans)
+    assert not holds(caches[()], *spans[0])  # which a policy alone forgets
 
 
 def test_a_pinned_system_prompt_stays_through_a_long_chat(server):
@@ -75,8 +75,8 @@ def test_a_pinned_system_prompt_stays_through_a_long_chat(server):
         answer = server.client.chat.completions.create(
             model=MODEL, messages=messages, max_tokens=30, extra_body=pins(roles=["system"])
         )
-        known = answer.usage.prompt_tokens_details.cached_tokens
-        assert (known > 0) == (turn > 0)
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        assert (cached > 0) == (turn > 0)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     last = newest(server)
     ((first, end),) = last.place.mark.pins
@@ -108,9 +108,9 @@ def test_a_pinned_prefix_serves_the_same_pins_only(server):
     server.ask(text, 2, extra_body=pins(texts=["ten ducats"]))
     newest(server)
 
-    def known(asked: dict[str, Any], more: str) -> int:
+    def cached(wanted_pins: dict[str, Any], more: str) -> int:
         answer = server.client.completions.create(
-            model=MODEL, prompt=text + more, max_tokens=1, extra_body=pins(**asked)
+            model=MODEL, prompt=text + more, max_tokens=1, extra_body=pins(**wanted_pins)
         )
         return answer.usage.prompt_tokens_details.cached_tokens
 
@@ -118,16 +118,16 @@ def test_a_pinned_prefix_serves_the_same_pins_only(server):
     # Its own continuation needs the answer; so ask again, from what one token told.
     answer = server.ask(text, 3, extra_body=pins(texts=["ten ducats"]))
     newest(server)
-    assert known({"texts": ["ten ducats"]}, answer + later) > 0
-    assert known({"texts": ["ten ducats", "five nights"]}, answer + later + " x") > 0
-    assert known({}, answer + later) == 0
-    assert known({"texts": [words(200, 3)]}, answer + later) == 0
+    assert cached({"texts": ["ten ducats"]}, answer + later) > 0
+    assert cached({"texts": ["ten ducats", "five nights"]}, answer + later + " x") > 0
+    assert cached({}, answer + later) == 0
+    assert cached({"texts": [words(200, 3)]}, answer + later) == 0
 
 
 def test_pins_survive_shrinking_files_and_a_restart(tmp_path, embedded):
     need = most_bytes(mlx_h2o.make_prompt_cache(embedded[0], **SETTINGS))
     text = f"{words(0, 10)} ten ducats {words(10, 60)}"
-    asked = pins(texts=["ten ducats"])
+    wanted_pins = pins(texts=["ten ducats"])
     settings: dict[str, Any] = {
         # A running request, its prompt, and half a conversation.
         "bound": int(2.7 * need),
@@ -135,7 +135,7 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, embedded):
         "sessions": tmp_path / "s",
     }
     with serving(**settings) as running:
-        answer = running.ask(text, 6, extra_body=asked)
+        answer = running.ask(text, 6, extra_body=wanted_pins)
         ((first, end),) = newest(running).place.mark.pins
         running.ask(words(300, 60), 6)  # for which the other makes room
         until(lambda: running.scheduler.conversations.shrunk > 0)
@@ -147,7 +147,7 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, embedded):
             model=MODEL,
             prompt=f"{text}{answer} and Anne",
             max_tokens=40,
-            extra_body=asked,
+            extra_body=wanted_pins,
         )
         assert going_on.usage.prompt_tokens_details.cached_tokens > end
         later = newest(running)
@@ -163,7 +163,7 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, embedded):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("wanted_pins", "message"),
     [
         ("system", "must be an object with lists of roles, texts, spans"),
         ({"patterns": ["a"]}, "must be an object with lists"),
@@ -179,8 +179,13 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, embedded):
         ({}, None),
     ],
 )
-def test_pins_that_cannot_be_had_are_refused_with_why(server, asked, message):
-    body = {"model": MODEL, "prompt": words(0, 60), "max_tokens": 1, "mlx_h2o": {"pins": asked}}
+def test_pins_that_cannot_be_had_are_refused_with_why(server, wanted_pins, message):
+    body = {
+        "model": MODEL,
+        "prompt": words(0, 60),
+        "max_tokens": 1,
+        "mlx_h2o": {"pins": wanted_pins},
+    }
     connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()

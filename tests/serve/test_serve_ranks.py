@@ -101,13 +101,13 @@ def test_two_ranks_answer_as_one_while_the_page_looks():
         while not all(answer.done() for answer in answers):
             looks.append(fetch(port, place))
         assert {status for status, _ in looks} == {200}
-        told = looks[0][1]
-        assert told["processes"] == 2
+        answer = looks[0][1]
+        assert answer["processes"] == 2
         heads = [len(entry.budgets) for entry in mlx_h2o.make_prompt_cache(loaded[0], SIZE)]
-        assert [layer["heads"] for layer in told["layers"]] == [count // 2 for count in heads]
+        assert [layer["heads"] for layer in answer["layers"]] == [count // 2 for count in heads]
         half = fetch(port, f"{place}/half")
         assert half[0] == 200
-        assert half[1]["bytes"] < told["bytes"]
+        assert half[1]["bytes"] < answer["bytes"]
         expected = [alone(loaded, prompt) for prompt in prompts]
         assert first.choices[0].text == expected[0]
         assert [answer.result().choices[0].text for answer in answers] == expected
@@ -126,12 +126,12 @@ def test_two_ranks_answer_as_one_while_the_page_looks():
 
 def refused_on_ranks(port: int, place: str, client: Any) -> None:
     """A click would change one rank alone; a request by itself could not be ended on both."""
-    status, told = fetch(port, f"{place}/pins", {"pin": [[0, 4]]})
+    status, answer = fetch(port, f"{place}/pins", {"pin": [[0, 4]]})
     assert status == 400
-    assert "several processes share the model" in told["error"]["message"]
-    asked = {"mlx_h2o": {"max_size": SIZE, "pins": {"texts": ["no such words"]}}}
+    assert "several processes share the model" in answer["error"]["message"]
+    pins = {"mlx_h2o": {"max_size": SIZE, "pins": {"texts": ["no such words"]}}}
     with pytest.raises(openai.BadRequestError, match="no such words"):
-        client.completions.create(model=MODEL, prompt="Anne", max_tokens=2, extra_body=asked)
+        client.completions.create(model=MODEL, prompt="Anne", max_tokens=2, extra_body=pins)
     answer = client.completions.create(
         model=MODEL, prompt=words(0, 20), max_tokens=2,
         extra_body={"mlx_h2o": {"pins": {"spans": [[0, 6]]}}},
@@ -148,17 +148,17 @@ def test_layers_that_choose_together_are_looked_at_but_not_tried():
         )
         place = f"/h2o/conversations/{answer.id}"
         assert fetch(port, place)[0] == 200
-        status, told = fetch(port, f"{place}/half")
-        assert (status, 'unit="layer"' in told["error"]["message"]) == (400, True)
+        status, answer = fetch(port, f"{place}/half")
+        assert (status, 'unit="layer"' in answer["error"]["message"]) == (400, True)
         assert fetch(port, place)[0] == 200
 
 
 @pytest.mark.slow
 def test_what_one_rank_would_decide_alone_is_refused_at_the_start():
     process = launch("--kv-memory", "1GB")
-    _, said = process.communicate(timeout=120)
-    assert "several processes share the model" in said
-    assert "omit it, and bound each conversation" in said
+    _, errors = process.communicate(timeout=120)
+    assert "several processes share the model" in errors
+    assert "omit it, and bound each conversation" in errors
 
 
 def test_refusals_say_what_to_do(monkeypatch):

@@ -156,9 +156,9 @@ def openai_client(port: int) -> openai.OpenAI:
 def pins_of(port: int, name: str) -> list[list[int]]:
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", f"/h2o/conversations/{name}")
-    told = json.loads(connection.getresponse().read())
+    outline = json.loads(connection.getresponse().read())
     connection.close()
-    return list(told["pins"])
+    return list(outline["pins"])
 
 
 def talk(one: Client, client: openai.OpenAI, drawn: random.Random) -> None:
@@ -186,10 +186,10 @@ def until_noted(folder: Path, count: int) -> None:
     def notes() -> set[str]:
         return {name for name in os.listdir(folder) if name[0] != "."}
 
-    known, seen = notes(), set[str]()
+    before, written = notes(), set[str]()
     end = time.monotonic() + 60
-    while len(seen) < count:
-        seen |= notes() - known
+    while len(written) < count:
+        written |= notes() - before
         assert time.monotonic() < end
 
 
@@ -199,7 +199,7 @@ class Tally:
 
     turns: int = 0
     expected: int = 0
-    known: int = 0
+    cached: int = 0
 
 
 def killed_again_and_again(
@@ -217,9 +217,9 @@ def killed_again_and_again(
             client = openai_client(port)
             for one in clients:
                 before = one.answered
-                known = one.turn(client, 1, f" {words(drawn.randrange(400), 3)}")
+                cached = one.turn(client, 1, f" {words(drawn.randrange(400), 3)}")
                 tally.expected += 1
-                tally.known += known >= before
+                tally.cached += cached >= before
                 assert pins_of(port, one.name) == one.pins.get("spans", [])
             clients = [
                 Client(
@@ -250,13 +250,13 @@ def killed_again_and_again(
 
 def test_what_was_answered_is_there_after_kills(servers, tmp_path):
     tally = killed_again_and_again(servers, tmp_path, 3, seed=1)
-    assert tally.known == tally.expected > 3
+    assert tally.cached == tally.expected > 3
 
 
 def test_what_was_answered_is_there_after_kills_with_files_of_rows(servers, tmp_path):
     rows = tmp_path / "rows"
     tally = killed_again_and_again(servers, tmp_path / "s", 3, 3, "--spill", str(rows))
-    assert tally.known == tally.expected > 3
+    assert tally.cached == tally.expected > 3
     assert not list(rows.iterdir())
 
 
@@ -268,20 +268,20 @@ def test_a_stopped_answer_to_a_conversation_is_there_after_a_kill(servers, tmp_p
         client = openai_client(port)
         # Letters, which are not the tokens that a tokenizer makes of their text.
         one.turn(client, 12, f" {words(5, 60)}", stop=None, logit_bias=LETTERS)
-        known = one.turn(client, 60, f" {words(40, 12)}")
-        assert 0 < known < one.answered
+        cached = one.turn(client, 60, f" {words(40, 12)}")
+        assert 0 < cached < one.answered
         other = Client(chat=False, pins={}, messages=[{"role": "user", "content": "Another"}])
         other.turn(client, 1, " day")  # after which the first turn's file is gone
         os.kill(process, signal.SIGKILL)
     with servers.running(tmp_path) as (_, port):
-        assert one.turn(openai_client(port), 1, f" {words(90, 5)}") > known
+        assert one.turn(openai_client(port), 1, f" {words(90, 5)}") > cached
 
 
 @pytest.mark.slow
 def test_what_was_answered_is_there_after_many_kills(servers, tmp_path):
     tally = killed_again_and_again(servers, tmp_path, 30, seed=2)
     print(tally)
-    assert tally.known == tally.expected > 30
+    assert tally.cached == tally.expected > 30
 
 
 # -- continuations by an unchanged client ---------------------------------------------------------
@@ -308,8 +308,8 @@ def continued(folder: Path, conversations: int, model: str, seed: int) -> tuple[
 
             def ask(one: Client, more: str, server: Running = server) -> tuple[int, bool]:
                 before, tokens = one.answered, drawn.choice([1, 6, 25])
-                known = one.turn(server.client, tokens, more, model)
-                return bool(before), bool(before) and known >= before
+                cached = one.turn(server.client, tokens, more, model)
+                return bool(before), bool(before) and cached >= before
 
             for _ in range(2):
                 more = [f" {words(drawn.randrange(400), drawn.randint(1, 9))}" for _ in clients]

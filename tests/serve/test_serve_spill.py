@@ -68,10 +68,10 @@ def test_the_command_s_files_go_with_it(tmp_path):
         for extra in ([], ["--spill", str(tmp_path / "rows")])
     ]
     assert run[0].returncode == run[1].returncode == 0, run[1].stderr
-    told = [json.loads(one.stdout) for one in run]
-    assert told[0]["tokens"] == told[1]["tokens"]
-    assert len(told[0]["tokens"]) == 40
+    report = [json.loads(one.stdout) for one in run]
+    assert report[0]["tokens"] == report[1]["tokens"]
+    assert len(report[0]["tokens"]) == 40
     # Rows that wait for the file count, and so do the queries that ask for rows to come back.
-    assert told[0]["kv_bytes"] < told[1]["kv_bytes"] < 1.25 * told[0]["kv_bytes"]
+    assert report[0]["kv_bytes"] < report[1]["kv_bytes"] < 1.25 * report[0]["kv_bytes"]
     assert (tmp_path / "rows").stat().st_mode & 0o777 == 0o700
     assert not list((tmp_path / "rows").iterdir())

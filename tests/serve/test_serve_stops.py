@@ -80,7 +80,7 @@ def test_a_conversation_goes_on_after_a_stop(size):
         # The same question again gets all of its answer.
         assert ask(prompt=fresh, **options).choices[0].text == other
         again = ask(prompt=f"{fresh}{first.choices[0].text} And Anne", **options)
-        known = again.usage.prompt_tokens_details.cached_tokens
+        cached = again.usage.prompt_tokens_details.cached_tokens
         prompt = first.usage.prompt_tokens
-        assert prompt - 1 <= known < prompt + first.usage.completion_tokens
-        assert (known > prompt) == (size == 4096)
+        assert prompt - 1 <= cached < prompt + first.usage.completion_tokens
+        assert (cached > prompt) == (size == 4096)

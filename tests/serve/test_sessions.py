@@ -191,20 +191,20 @@ def tokenizer() -> Any:
     return mlx_h2o.load(MODEL)[1]
 
 
-def turn(tokenizer: Any, template: Callable[[list[dict[str, Any]]], str], *said: str) -> Prompt:
+def turn(tokenizer: Any, template: Callable[[list[dict[str, Any]]], str], *texts: str) -> Prompt:
     roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     text = template(messages)
     return Prompt(text, tokenizer.encode(text), messages, template, tokenizer)
 
 
 def answer_to(prompt: Prompt, tokens: list[int], reason: str = "stop", **body: Any) -> AnswerText:
     if prompt.messages:
-        asked: Any = Chat.model_validate({"messages": prompt.messages, **body})
+        request: Any = Chat.model_validate({"messages": prompt.messages, **body})
     else:
-        asked = Completion.model_validate({"prompt": prompt.text, **body})
+        request = Completion.model_validate({"prompt": prompt.text, **body})
     answer = AnswerText(
-        prompt.tokenizer, Request(asked, MODEL, "", {}, NO_PINS, [0]), prompt.tokens, "normal"
+        prompt.tokenizer, Request(request, MODEL, "", {}, NO_PINS, [0]), prompt.tokens, "normal"
     )
     for token in tokens:
         answer.add(token, None)
@@ -279,7 +279,7 @@ def test_a_stop_text_cuts_at_the_last_token_before_it(tokenizer):
     text = words(0, 9)
     prompt = Prompt(text, tokenizer.encode(text), [], str, tokenizer)
     answer = answer_to(prompt, tokenizer.encode(" Paris is large."), stop="ris")
-    ((known, count),) = prompt.continuations(answer, ends=False)
-    assert (text + " Paris is").startswith(known)
+    ((beginning, count),) = prompt.continuations(answer, ends=False)
+    assert (text + " Paris is").startswith(beginning)
     assert answer.text[: answer.visible] == " Pa"
-    assert tokenizer.decode(tokenizer.encode(" Paris is large.")[:count]) == known[len(text) :]
+    assert tokenizer.decode(tokenizer.encode(" Paris is large.")[:count]) == beginning[len(text) :]

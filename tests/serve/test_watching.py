@@ -40,9 +40,9 @@ def fetch(
     return answer.status, json.loads(answer.read())
 
 
-def chat(server: Running, *said: str, tokens: int = 6, **options: Any) -> Any:
+def chat(server: Running, *chat_answer: str, tokens: int = 6, **options: Any) -> Any:
     roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(chat_answer)]
     return server.client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=tokens, temperature=0, **options
     )
@@ -52,15 +52,15 @@ def place(answer: Any) -> str:
     return f"/h2o/conversations/{answer.id}"
 
 
-def told_of(server: Running, answer: Any) -> dict[str, Any]:
+def view_of(server: Running, answer: Any) -> dict[str, Any]:
     """A conversation, but for the time that telling it took."""
-    told = fetch(server, place(answer))[1]
-    assert told.pop("seconds") >= 0
-    return told
+    view = fetch(server, place(answer))[1]
+    assert view.pop("seconds") >= 0
+    return view
 
 
 @pytest.fixture(scope="module")
-def said(server) -> Any:
+def chat_answer(server) -> Any:
     """An answer of some 80 tokens of conversation."""
     return chat(server, words(800, 60), tokens=2)
 
@@ -75,67 +75,67 @@ def idle_of(server: Running, answer: Any) -> Any:
 @pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["batched", "alone"])
 def test_a_conversation_is_told_by_the_name_of_its_answer(server, options):
     answer = chat(server, words(0, 70), **options)
-    status, told = fetch(server, place(answer))
+    status, view = fetch(server, place(answer))
     assert status == 200
     idle = idle_of(server, answer)
     tokens = tokens_of(idle.place.key)
-    assert "".join(told["texts"]) == server.scheduler.models.loaded[0].tokenizer.decode(tokens)
-    assert told["title"] == words(0, 70)[: len(told["title"]) - 1].rstrip() + "…"
-    assert told["bytes"] == sum(entry.nbytes for entry in idle.cache)
-    assert len(told["layers"]) == len(idle.cache)
-    for layer, entry in zip(told["layers"], idle.cache, strict=True):
-        held = np.zeros(len(tokens), int)
+    assert "".join(view["texts"]) == server.scheduler.models.loaded[0].tokenizer.decode(tokens)
+    assert view["title"] == words(0, 70)[: len(view["title"]) - 1].rstrip() + "…"
+    assert view["bytes"] == sum(entry.nbytes for entry in idle.cache)
+    assert len(view["layers"]) == len(idle.cache)
+    for layer, entry in zip(view["layers"], idle.cache, strict=True):
+        holders = np.zeros(len(tokens), int)
         for run in entry.store.runs:
             for head in np.array(entry.slots(run).positions[0]):
-                held[head] += 1
-        assert layer["held"] == held.tolist()
-        assert 0 < max(layer["held"]) <= layer["heads"]
-        assert sum(layer["held"]) < layer["heads"] * len(tokens)
+                holders[head] += 1
+        assert layer["holders"] == holders.tolist()
+        assert 0 < max(layer["holders"]) <= layer["heads"]
+        assert sum(layer["holders"]) < layer["heads"] * len(tokens)
 
 
 def test_an_answer_is_watched_while_it_is_given(server):
     """As far as it is; nobody's tokens change, and texts that are known are not told again."""
     prompt = words(0, 60)
 
-    def asked(**options: Any) -> Any:
+    def complete(**options: Any) -> Any:
         return server.client.completions.create(
             model=MODEL, prompt=prompt, max_tokens=250, temperature=0, **options
         )
 
-    expected = asked().choices[0].text
+    expected = complete().choices[0].text
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(asked)
-        said, looks = "", []
-        for event in asked(stream=True):
-            said += event.choices[0].text
+        beside = pool.submit(complete)
+        text, looks = "", []
+        for event in complete(stream=True):
+            text += event.choices[0].text
             if len(looks) < 4:
-                known = len(looks[-1]["texts"]) if looks else 0
-                status, told = fetch(server, f"{place(event)}?known={known}")
+                count = len(looks[-1]["texts"]) if looks else 0
+                status, view = fetch(server, f"{place(event)}?from={count}")
                 assert status == 200
-                told["texts"] = (looks[-1]["texts"] if looks else []) + told["texts"]
-                looks.append(told)
-        assert said == expected == beside.result().choices[0].text
-    seen = [told for told in looks if told["running"]]
-    assert seen
-    assert [len(told["texts"]) for told in looks] == [told["tokens"] for told in looks]
+                view["texts"] = (looks[-1]["texts"] if looks else []) + view["texts"]
+                looks.append(view)
+        assert text == expected == beside.result().choices[0].text
+    while_running = [view for view in looks if view["running"]]
+    assert while_running
+    assert [len(view["texts"]) for view in looks] == [view["tokens"] for view in looks]
     last = fetch(server, place(event))[1]
     assert not last["running"]
-    for told in looks:
-        assert last["texts"][: told["tokens"] - 1] == told["texts"][:-1]
-        for layer in told["layers"]:
-            assert len(layer["held"]) == told["tokens"]
-            assert 0 < sum(layer["held"]) <= layer["heads"] * told["tokens"]
-    assert fetch(server, f"{place(event)}?known=x")[0] == 400
+    for view in looks:
+        assert last["texts"][: view["tokens"] - 1] == view["texts"][:-1]
+        for layer in view["layers"]:
+            assert len(layer["holders"]) == view["tokens"]
+            assert 0 < sum(layer["holders"]) <= layer["heads"] * view["tokens"]
+    assert fetch(server, f"{place(event)}?from=x")[0] == 400
 
 
 def test_all_conversations_and_their_bytes_are_listed(server):
     first, second = chat(server, words(100, 20)), chat(server, words(200, 20))
-    status, told = fetch(server, "/h2o/conversations")
+    status, view = fetch(server, "/h2o/conversations")
     assert status == 200
-    assert [one["id"] for one in told["conversations"]][:2] == [second.id, first.id]
-    assert told["bytes"]["idle"] == server.scheduler.conversations.nbytes
-    assert told["bytes"]["bound"] is None
-    assert told["models"] == [MODEL]
+    assert [one["id"] for one in view["conversations"]][:2] == [second.id, first.id]
+    assert view["bytes"]["idle"] == server.scheduler.conversations.nbytes
+    assert view["bytes"]["bound"] is None
+    assert view["models"] == [MODEL]
 
 
 def test_a_conversation_goes_by_the_name_of_its_last_answer(server):
@@ -144,9 +144,9 @@ def test_a_conversation_goes_by_the_name_of_its_last_answer(server):
     second = chat(server, words(300, 30), text, words(330, 5))
     assert fetch(server, place(second))[0] == 200
     if second.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens:
-        status, told = fetch(server, place(first))
+        status, view = fetch(server, place(first))
         assert status == 404
-        assert "later answer" in told["error"]["message"]
+        assert "later answer" in view["error"]["message"]
     # A client that asked the same and got the same is told the same.
     again = chat(server, words(300, 30), text, words(330, 5))
     assert fetch(server, place(again))[1]["texts"] == fetch(server, place(second))[1]["texts"]
@@ -154,23 +154,23 @@ def test_a_conversation_goes_by_the_name_of_its_last_answer(server):
 
 def test_what_half_the_memory_would_hold_is_what_shrinking_leaves(server):
     answer = chat(server, words(400, 90))
-    before = told_of(server, answer)
+    before = view_of(server, answer)
     idle = idle_of(server, answer)
     status, half = fetch(server, place(answer) + "/half")
     assert status == 200
     smaller = copy.deepcopy(idle.cache)
     mlx_h2o.resize(smaller, max_bytes=sum(entry.nbytes for entry in smaller) // 2)
     for layer, entry, whole in zip(half["layers"], smaller, before["layers"], strict=True):
-        assert sum(layer["held"]) == sum(
+        assert sum(layer["holders"]) == sum(
             np.array(entry.slots(run).positions).size for run in entry.store.runs
         )
-        assert all(a <= b for a, b in zip(layer["held"], whole["held"], strict=True))
+        assert all(a <= b for a, b in zip(layer["holders"], whole["holders"], strict=True))
     assert half["bytes"] <= before["bytes"] / 2
-    assert told_of(server, answer) == before  # nothing shrank
+    assert view_of(server, answer) == before  # nothing shrank
     small = chat(server, words(500, 30), extra_body={"mlx_h2o": {"max_size": 12}})
-    status, told = fetch(server, place(small) + "/half")
+    status, view = fetch(server, place(small) + "/half")
     assert status == 400
-    assert told["error"]["message"]
+    assert view["error"]["message"]
 
 
 # -- pins -----------------------------------------------------------------------------------------
@@ -184,10 +184,10 @@ def test_pins_hold_through_the_turns_that_follow(server):
     span = next(
         [i, i + 1]
         for i in range(8, len(before["texts"]))
-        if [layer["held"][i] for layer in before["layers"]] == whole
+        if [layer["holders"][i] for layer in before["layers"]] == whole
     )
-    status, told = fetch(server, place(answer) + "/pins", {"pin": [span]})
-    assert (status, told) == (200, {"pins": [span], "partly": [], "gone": []})
+    status, view = fetch(server, place(answer) + "/pins", {"pin": [span]})
+    assert (status, view) == (200, {"pins": [span], "partly": [], "gone": []})
     text = answer.choices[0].message.content
     for start in (640, 700):
         prompt_of = [prompt, text, words(start, 60)]
@@ -196,24 +196,24 @@ def test_pins_hold_through_the_turns_that_follow(server):
         if later.usage.prompt_tokens_details.cached_tokens < len(before["texts"]):
             pytest.fail("The conversation was not gone on with.")
         assert state["pins"] == [span]
-        assert [layer["held"][span[0]] for layer in state["layers"]] == whole
-    status, told = fetch(server, place(later) + "/pins", {"unpin": [span]})
-    assert (status, told["pins"]) == (200, [])
+        assert [layer["holders"][span[0]] for layer in state["layers"]] == whole
+    status, view = fetch(server, place(later) + "/pins", {"unpin": [span]})
+    assert (status, view["pins"]) == (200, [])
 
 
 def test_a_layer_that_is_too_small_for_a_pin_gets_slots_of_the_others():
     with serving(defaults={"max_size": 112}) as server:
         answer = chat(server, words(0, 200))
         before = fetch(server, place(answer))[1]
-        held = np.array([layer["held"] for layer in before["layers"]])
-        everywhere = (held > 0).all(axis=0)
+        holders = np.array([layer["holders"] for layer in before["layers"]])
+        everywhere = (holders > 0).all(axis=0)
         first = next(i for i in range(8, len(everywhere)) if everywhere[i : i + 4].all())
         span = [first, first + 4]
         alone = copy.deepcopy(idle_of(server, answer).cache)
         with pytest.raises(ValueError, match="too many"):
             [entry.pin([span]) for entry in alone]
-        status, told = fetch(server, place(answer) + "/pins", {"pin": [span]})
-        assert (status, told["pins"]) == (200, [span])
+        status, view = fetch(server, place(answer) + "/pins", {"pin": [span]})
+        assert (status, view["pins"]) == (200, [span])
         assert fetch(server, place(answer))[1]["bytes"] <= before["bytes"]
 
 
@@ -238,21 +238,23 @@ def test_a_layer_that_is_too_small_for_a_pin_gets_slots_of_the_others():
         ({"unpin": {"a": 1}}, "unpin"),
     ],
 )
-def test_pins_that_cannot_be_are_refused_with_the_reason(server, said, body, why):
-    before = told_of(server, said)
-    status, told = fetch(server, place(said) + "/pins", body)
+def test_pins_that_cannot_be_are_refused_with_the_reason(server, chat_answer, body, why):
+    before = view_of(server, chat_answer)
+    status, view = fetch(server, place(chat_answer) + "/pins", body)
     assert status == 400
-    assert why in told["error"]["message"]
-    assert told_of(server, said) == before
+    assert why in view["error"]["message"]
+    assert view_of(server, chat_answer) == before
 
 
 def test_what_every_head_forgot_cannot_be_pinned(server):
     answer = chat(server, words(900, 150), tokens=2)
     layers = fetch(server, place(answer))[1]["layers"]
-    lost = next(i for i in range(len(layers[0]["held"])) if not any(of["held"][i] for of in layers))
-    status, told = fetch(server, place(answer) + "/pins", {"pin": [[lost, lost + 1]]})
+    lost = next(
+        i for i in range(len(layers[0]["holders"])) if not any(of["holders"][i] for of in layers)
+    )
+    status, view = fetch(server, place(answer) + "/pins", {"pin": [[lost, lost + 1]]})
     assert status == 400
-    assert "cannot be pinned" in told["error"]["message"]
+    assert "cannot be pinned" in view["error"]["message"]
 
 
 def test_pins_are_in_the_file_of_a_conversation_also_after_it_shrank(tmp_path):
@@ -265,9 +267,9 @@ def test_pins_are_in_the_file_of_a_conversation_also_after_it_shrank(tmp_path):
         half = sum(idle.pieces.values()) - 1
         server.scheduler.call(lambda: room(conversations, half)).result()
         assert fetch(server, path)[1]["shrunk"]
-        status, told = fetch(server, f"{path}/pins", {"pin": [[0, 1]]})
-        assert status == 200, told
-        assert (status, told["pins"]) == (200, [[0, 3]])
+        status, view = fetch(server, f"{path}/pins", {"pin": [[0, 1]]})
+        assert status == 200, view
+        assert (status, view["pins"]) == (200, [[0, 3]])
         (saved,) = conversations.sessions.notes
         whole = server.scheduler.call(lambda: conversations.sessions.load(saved)).result()
         assert [entry.pins for entry in bounded_entries(whole)] == [((0, 3),)] * len(whole)
@@ -297,8 +299,8 @@ def test_there_is_nothing_at_other_paths(server, path):
 
 
 def test_to_watch_an_answer_that_is_over_is_no_failure(server):
-    assert fetch(server, "/h2o/conversations/x?known=0") == (200, None)
-    assert fetch(server, "/h2o/conversations/x?known=few")[0] == 400
+    assert fetch(server, "/h2o/conversations/x?from=0") == (200, None)
+    assert fetch(server, "/h2o/conversations/x?from=few")[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -316,17 +318,17 @@ def test_to_watch_an_answer_that_is_over_is_no_failure(server):
         {"Sec_Fetch_Site": "same-site"},
     ],
 )
-def test_pages_of_elsewhere_are_told_nothing(server, said, headers):
+def test_pages_of_elsewhere_are_told_nothing(server, chat_answer, headers):
     for path, body in (
         ("/h2o/conversations", None),
-        (place(said), None),
-        (f"{place(said)}/half", None),
-        (f"{place(said)}/pins", {"pin": [[0, 1]]}),
+        (place(chat_answer), None),
+        (f"{place(chat_answer)}/half", None),
+        (f"{place(chat_answer)}/pins", {"pin": [[0, 1]]}),
     ):
-        status, told = fetch(server, path, body, **headers)
+        status, view = fetch(server, path, body, **headers)
         assert status == 403
-        assert set(told) == {"error"}
-    assert fetch(server, place(said))[1]["pins"] == []
+        assert set(view) == {"error"}
+    assert fetch(server, place(chat_answer))[1]["pins"] == []
 
 
 @pytest.mark.parametrize(

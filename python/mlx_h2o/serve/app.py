@@ -292,14 +292,14 @@ class Service:
         body = await self._body(http) if http.method == "POST" else b""
         self._rules.require_page_reader(http)
         path = http.scope["raw_path"].decode("ascii").partition("?")[0].removeprefix(PAGE_ROOT)
-        known = http.query_params.get("known")
+        start = http.query_params.get("from")
         try:
             fields = from_json(body) if body else None
             method = "GET" if http.method == "HEAD" else http.method
-            result = await self._between_steps(views.view(method, path, known, fields))
+            result = await self._between_steps(views.view(method, path, start, fields))
         except LookupError as error:
             # While an answer is watched its prompt is still read, or it was stopped just now.
-            if known is not None and http.method == "GET":
+            if start is not None and http.method == "GET":
                 return JSONResponse(None, headers=NO_STORE)
             raise ApiError(404, str(error.args[0])) from error
         except ValueError as error:

@@ -39,27 +39,27 @@ Steps = Generator[Callable[[], Any], Any, Any]
 Look = Callable[[Scheduler], Steps]
 
 
-def view(method: str, path: str, known: str | None, body: Any) -> Look:
+def view(method: str, path: str, start: str | None, body: Any) -> Look:
     """The view, or the change, for a path below the page's root.
 
     Args:
         method: GET, or POST for a change.
         path: The path.
-        known: The number of first tokens whose texts are not wanted, as text.
+        start: The number of first tokens whose texts are not wanted, as text.
         body: The request's JSON.
 
     Raises:
         LookupError: There is no such view.
-        ValueError: `known` is no number.
+        ValueError: `start` is no number.
     """
-    known = known or "0"
-    if not (known.isascii() and known.isdecimal() and len(known) < 10):
-        raise ValueError(f"known must be a whole number below 10^9; got {known[:60]!r}.")
+    start = start or "0"
+    if not (start.isascii() and start.isdecimal() and len(start) < 10):
+        raise ValueError(f"from must be a whole number below 10^9; got {start[:60]!r}.")
     match [method, *path.split("/")]:
         case ["GET", "conversations"]:
             return overview
         case ["GET", "conversations", name] if name:
-            return lambda scheduler: conversation(scheduler, name, int(known))
+            return lambda scheduler: conversation(scheduler, name, int(start))
         case ["GET", "conversations", name, "half"]:
             return lambda scheduler: at_half(scheduler, name)
         case ["POST", "conversations", name, "pins"]:
@@ -106,7 +106,7 @@ def _outline(entry: Conversation, served: ServedModel) -> dict[str, Any]:
     }
 
 
-def conversation(scheduler: Scheduler, name: str, known: int = 0) -> Steps:
+def conversation(scheduler: Scheduler, name: str, start: int = 0) -> Steps:
     """One conversation's tokens, and for each layer how many heads hold each of them.
 
     The conversation is idle, or in the middle of an answer.
@@ -114,7 +114,7 @@ def conversation(scheduler: Scheduler, name: str, known: int = 0) -> Steps:
     Args:
         scheduler: The server's scheduler.
         name: The name of its answer.
-        known: The number of first tokens whose texts are not wanted.
+        start: The number of first tokens whose texts are not wanted.
 
     Raises:
         LookupError: There is no conversation of this name.
@@ -123,7 +123,7 @@ def conversation(scheduler: Scheduler, name: str, known: int = 0) -> Steps:
     outline, tokenizer, layers, tokens = state
     outline["layers"] = _as_json(layers)
     outline["texts"] = texts = list[str]()
-    for first in range(known, len(tokens), TEXTS_AT_A_TIME):
+    for first in range(start, len(tokens), TEXTS_AT_A_TIME):
         before = max(0, first - DECODE_CONTEXT)
         decode = partial(token_texts, tokenizer, tokens[before : first + TEXTS_AT_A_TIME])
         more, took = yield partial(_timed, decode)
@@ -191,7 +191,7 @@ def _served(scheduler: Scheduler, entry: Conversation) -> ServedModel:
 
 def _as_json(layers: Sequence[LayerMemory]) -> list[dict[str, Any]]:
     return [
-        {"layer": layer.layer, "heads": layer.heads, "held": layer.holders.tolist()}
+        {"layer": layer.layer, "heads": layer.heads, "holders": layer.holders.tolist()}
         for layer in layers
     ]
 
