@@ -18,7 +18,7 @@ from mlx_h2o.compression import reading, twice
 from mlx_h2o.compression.compress import compress_into
 from mlx_h2o.compression.reading import read_prompt
 from mlx_h2o.compression.second_reading import SecondReading, looking_caches
-from mlx_h2o.compression.twice import Reading, shared_out
+from mlx_h2o.compression.twice import Reading, own_slots, shared_out
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from tiny_models import Characters, kept_positions, tiny_model
 
@@ -95,18 +95,34 @@ def test_queries_are_kept_only_to_fit_values_by(prompt, fitted, monkeypatch, tmp
     assert [look.fits for look in looks] == [fitted] * 2 + [False] * 2
 
 
-def test_slots_go_to_the_best_rows_of_all():
+def test_slots_beyond_a_heads_own_go_to_the_best_rows_of_all():
     rng = np.random.default_rng(2)
     worths = [rng.random((2, 30)) * scale for scale in (1.0, 5.0, 0.1)]
     worths = [-np.sort(-of_layer, axis=1) for of_layer in worths]
-    counts = shared_out(worths, 60, least=4)
+    counts = shared_out(worths, 60, np.full(6, 4))
     assert sum(map(sum, counts)) == 60
     assert min(map(min, counts)) == 4
-    # Without a least number it is a plain choice of the best sixty.
-    counts = shared_out(worths, 60, least=0)
+    # Where no head has its own slots it is a plain choice of the best sixty.
+    counts = shared_out(worths, 60, np.zeros(6, int))
     best = np.sort(np.concatenate(worths), axis=None)[-60]
     assert counts == [[int((row >= best).sum()) for row in layer] for layer in worths]
-    assert shared_out(worths, 10**6, 4) == [[30, 30]] * 3
+    assert shared_out(worths, 10**6, np.full(6, 4)) == [[30, 30]] * 3
+
+
+@pytest.mark.parametrize("least", [0, 4, 9])
+def test_a_head_keeps_half_of_its_planned_slots(least):
+    planned = [40, 12, 4, 4]
+    own = own_slots(planned, 60, least)
+    assert own.sum() <= 60
+    assert own.min() >= least
+    beyond = np.maximum(np.array(planned) - least, 0)
+    ideal = least + (60 - 4 * least) / 2 * beyond / beyond.sum()
+    assert np.all((own <= ideal) & (own > ideal - 1))
+    # Rows that nothing attends to do not take a head's own slots away, nor give it more.
+    worths = [np.zeros((1, 50)), np.full((3, 50), 0.5)]
+    counts = shared_out(worths, 60, own)
+    assert counts[0] == [own[0]]
+    assert sum(map(sum, counts)) == 60
 
 
 def test_what_is_worth_most_is_kept_and_the_rest_goes_on_answering(prompt):

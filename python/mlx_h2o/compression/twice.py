@@ -1,8 +1,9 @@
 """A prompt is read twice within a bounded cache, and the rows worth most are kept.
 
 All of the prompt's rows are there, packed, while it is read a second time (`second_reading.py`).
-Then the rows of all layers and heads compete for the slots by the greatest weight that each
-received. Dropped rows go into the remainder, and the kept values are fitted to the attention that
+Then the rows of each head are ranked by the greatest weight that each received. A head keeps a part
+of the slots that its profile gives it; the rows of all layers and heads compete for the others.
+Dropped rows go into the remainder, and the kept values are fitted to the attention that
 all rows gave (`value_fit.py`). Beside the cache's own bytes this takes those of the prompt's
 packed rows and of the queries by which values are fitted.
 """
@@ -35,6 +36,11 @@ from mlx_h2o.slots.pins import pinned_from, true_positions
 REPEAT = "\n\nRepeat the previous context exactly:\n\n"
 #: The greatest anchor's root: values of rows from before the prompt stay as they are.
 STAYS = 1e4
+#: The part of its slots, beyond the fewest, that a head keeps whatever the others' rows are worth.
+#: The profile knows what the head loses on any text, the weights what this text wants of it. With
+#: half of the slots SmolLM2 diverges by half as much as with none or all
+#: (docs/results/experiments.md).
+OWN_PART = 0.5
 #: The default number of tokens that go through the model at once.
 CHUNK = 256
 
@@ -95,6 +101,8 @@ def read_twice(
     B, T = tokens.shape
     entries = observable(model, caches)
     whole, least, parts = _slots(entries, T, reading)
+    planned = [slots for entry in entries for slots in _planned(entry, T)]
+    own = own_slots(planned, whole, least)
     as_planned = [entry.settings for entry in entries]
     repeat = mx.array([tokenizer.encode(REPEAT, add_special_tokens=False)], tokens.dtype)
     request = mx.broadcast_to(repeat, (B, repeat.shape[1]))
@@ -115,7 +123,7 @@ def read_twice(
             logits_of(model, again, looking_caches(caches, looks))
             mx.eval([look.state for look in looks])  # the logits are not computed
             yield chunk.size
-        yield from _keep(entries, looks, older, whole, least, reading.room)
+        yield from _keep(entries, looks, older, whole, own, reading.room)
         as_planned = []
         return True
     finally:  # too slow, stopped, or failed: back to the bound
@@ -259,7 +267,7 @@ def _keep(
     looks: Sequence[SecondReading],
     older: Sequence[Sequence[int]],
     whole: int,
-    least: int,
+    own: npt.NDArray[np.int64],
     room: int,
 ) -> Iterator[int]:
     """Share the slots out among the rows of a prompt, and keep the best ones.
@@ -269,7 +277,7 @@ def _keep(
         looks: Their second readings.
         older: The rows of each head from before the prompt.
         whole: Slots for the prompt's rows in all.
-        least: Rows that every head keeps.
+        own: Those of each head alone, `[all heads]`.
         room: Slots of each head that stay free.
 
     Yields:
@@ -277,7 +285,7 @@ def _keep(
     """
     worths = [_worths(look, before) for look, before in zip(looks, older, strict=True)]
     length = worths[0][0].shape[1] - older[0][0]
-    counts = shared_out([_ordered(of_layer, length) for of_layer in worths], whole, least)
+    counts = shared_out([_ordered(of_layer, length) for of_layer in worths], whole, own)
     for i, entry in enumerate(entries):
         budgets = [a + b + room for a, b in zip(older[i], counts[i], strict=True)]
         _cut(entry, looks[i], worths[i], budgets, room)
@@ -354,25 +362,47 @@ def positions_of(layer: Layer) -> list[npt.NDArray[np.int32]]:
     return [of_run[:, i] for of_run in of_runs for i in range(of_run.shape[1])]
 
 
-def shared_out(worths: Sequence[npt.NDArray[Any]], whole: int, least: int) -> list[list[int]]:
-    """How many rows each head of each layer keeps: as many as it has among the best of all.
+def _planned(entry: H2OKVCache, length: int) -> Sequence[int]:
+    """The slots that each head is to have after so many further tokens."""
+    settings = entry.settings
+    return (settings.grown(entry.offset + length) or settings).budgets or ()
+
+
+def own_slots(planned: Sequence[int], whole: int, least: int) -> npt.NDArray[np.int64]:
+    """The slots that each head keeps whatever its rows are worth, `[all heads]`.
+
+    Args:
+        planned: The slots of each head by the profile.
+        whole: Slots that are shared out.
+        least: The fewest slots of a head.
+    """
+    beyond = np.maximum(np.array(planned) - least, 0)
+    free = OWN_PART * max(whole - least * len(planned), 0)
+    own: npt.NDArray[np.int64] = least + (free * beyond / max(beyond.sum(), 1)).astype(np.int64)
+    return own
+
+
+def shared_out(
+    worths: Sequence[npt.NDArray[Any]], whole: int, own: npt.NDArray[np.int64]
+) -> list[list[int]]:
+    """How many rows each head of each layer keeps: its own slots, and as many as it has among the
+    best of the other rows.
 
     Args:
         worths: The worths of each layer's rows, best first, `[H, T]`.
         whole: Rows kept in all.
-        least: Rows that every head keeps (all, if it has no more).
+        own: Rows that each head keeps (all, if it has no more), `[all heads]`.
 
     Returns:
         Counts `[layers][H]`, `whole` in all unless there are fewer rows.
     """
     heads = np.concatenate(list(worths))  # [all heads, T]
     T = heads.shape[1]
-    least = min(least, T)
-    free = min(whole, heads.size) - least * len(heads)
-    counts = np.full(len(heads), least)
+    counts = np.minimum(own, T)
+    free = min(whole, heads.size) - int(counts.sum())
     if free > 0:
-        rest = heads[:, least:].ravel()
-        best = np.argsort(-rest, kind="stable")[:free]
-        counts += np.bincount(best // (T - least), minlength=len(heads))
+        others = np.where(np.arange(T) < counts[:, None], -np.inf, heads)
+        best = np.argsort(-others, axis=None, kind="stable")[:free]
+        counts += np.bincount(best // T, minlength=len(heads))
     cut = np.cumsum([len(worth) for worth in worths])[:-1]
     return [[int(count) for count in part] for part in np.split(counts, cut)]
