@@ -1,9 +1,10 @@
 """Compression of a prompt before any question, by the attention of a second reading.
 
 Source: KVzip (Kim et al. 2025, arXiv 2505.23416). A row that a second reading attends to strongly,
-with any query, is one from which the text can be rebuilt, whatever the question; the best rows of
-all layers and heads are kept (`twice.py`). Here the softmax runs over the whole block, where the
-paper's runs over the chunk alone, dropped rows go into the remainder, and kept values are fitted.
+with any query, is one from which the text can be rebuilt, whatever the question; the best rows are
+kept (`twice.py`). Here each head keeps a part of the slots that its profile gives it, the softmax
+runs over the whole block, where the paper's runs over the chunk alone, dropped rows go into the
+remainder, and kept values are fitted.
 Where minutes do not matter, a gradient moves the kept rows further (`distillation.py`).
 """
 
