@@ -46,10 +46,15 @@ def in_mlx(named):
     return arrays
 
 
-def append(file, first, count, convert=lambda named: named):
+def append(file, first, count):
     """Append rows to all layers."""
     for layer in range(len(FORMS)):
-        file.append(layer, first, convert(fields(layer, first, count)))
+        file.append(layer, first, in_mlx(fields(layer, first, count)))
+
+
+def waiting_bytes(file):
+    """Bytes of rows that are not in the file yet."""
+    return sum(array.nbytes for layer in range(len(FORMS)) for array in file.waiting(layer))
 
 
 def require(file, positions):

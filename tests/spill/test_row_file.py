@@ -16,17 +16,16 @@ import pytest
 from mlx_h2o.spill import block_writer, row_file
 from mlx_h2o.spill.layout import POSITIONS
 from mlx_h2o.spill.row_file import WAITING, RowFile
-from rows_for_files import FORMS, append, in_mlx, require, wait_for
+from rows_for_files import FORMS, append, require, wait_for, waiting_bytes
 
 
-@pytest.mark.parametrize("convert", [lambda n: n, in_mlx], ids=["numpy", "mlx"])
 @pytest.mark.parametrize(
     "counts", [[1] * 70, [40, 1, 1, 64, 3, 1], [100]], ids=["tokens", "mixed", "chunk"]
 )
-def test_rows_come_back_before_and_after_they_are_written(tmp_path, counts, convert):
+def test_rows_come_back_before_and_after_they_are_written(tmp_path, counts):
     file, first = RowFile(tmp_path, FORMS), 0
     for count in counts:
-        append(file, first, count, convert)
+        append(file, first, count)
         first += count
         require(file, [0, first - 1, first // 2])
     require(file, np.random.default_rng(0).permutation(first))
@@ -39,13 +38,13 @@ def test_rows_come_back_before_and_after_they_are_written(tmp_path, counts, conv
 def test_blocks_are_written_while_rows_come(tmp_path):
     file = RowFile(tmp_path, FORMS)
     for position in range(64):
-        append(file, position, 1, in_mlx)
+        append(file, position, 1)
         file.schedule()
     assert wait_for(lambda: file.written == 64 - POSITIONS)
     assert not file.failure
     of_token = sum(form.heads * form.row_bytes for form in FORMS)
-    assert file.nbytes == POSITIONS * of_token
-    assert file.file_bytes == file.written * of_token
+    assert waiting_bytes(file) == POSITIONS * of_token
+    assert os.fstat(file._file.fileno()).st_size == file.written * of_token
     require(file, range(64))
 
 
@@ -100,7 +99,7 @@ def test_a_full_disk_ends_the_file_and_nothing_else(tmp_path):
     assert file.written == 3 * POSITIONS
     require(file, range(3 * POSITIONS))
     append(file, 160, 16)
-    assert file.nbytes == 0
+    assert waiting_bytes(file) == 0
     assert file.complete == 3 * POSITIONS
     assert not file.flush()
     require(file, range(3 * POSITIONS))
@@ -137,7 +136,7 @@ def test_a_slow_disk_ends_the_file(tmp_path, monkeypatch):
     assert 0.2 < time.perf_counter() - start < 0.9
     assert "too slow" in file.failure
     append(file, 320, 16)
-    assert file.nbytes == 0
+    assert waiting_bytes(file) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
@@ -181,7 +180,7 @@ def test_what_is_taken_back_comes_again(tmp_path):
         event = rng.random()
         if event < 0.6:
             count = rng.choice([1, 1, 2, 16, 50])
-            append(file, held, count, rng.choice([in_mlx, lambda named: named]))
+            append(file, held, count)
             held += count
         elif event < 0.9:
             held = max(held - rng.choice([1, 3, 20, 40]), 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -42,7 +42,7 @@ class Part:
     Attributes:
         first: Position of the first row.
         count: Rows.
-        fields: `[1, H, count, width]` by name, of MLX or numpy.
+        fields: `[1, H, count, width]` by name: MLX's arrays as they came, or numpy's from the file.
         ready_from: How many positions every layer must have delivered before another thread may
             read the arrays; None until they are scheduled.
     """
@@ -67,18 +67,14 @@ class Part:
         self.count = end - self.first
 
     def piece(self, first: int, end: int) -> Part:
-        """Some of the rows, in arrays of their own."""
+        """Some of the rows of a part of MLX's arrays, in arrays of their own."""
         rows = slice(first - self.first, end - self.first)
-        fields: dict[str, Any] = {
-            name: mx.contiguous(array[:, :, rows])
-            if isinstance(array, mx.array)
-            else np.array(array[:, :, rows])
-            for name, array in self.fields.items()
-        }
-        return Part(first, end - first, fields, self.ready_from)
+        fields = {name: array[:, :, rows] for name, array in self.fields.items()}
+        own = {name: mx.contiguous(cast(mx.array, array)) for name, array in fields.items()}
+        return Part(first, end - first, own, self.ready_from)
 
 
-def part_of(form: LayerForm, first: int, fields: dict[str, Any]) -> Part:
+def part_of(form: LayerForm, first: int, fields: dict[str, mx.array]) -> Part:
     """New rows as a part.
 
     Args:
@@ -86,26 +82,19 @@ def part_of(form: LayerForm, first: int, fields: dict[str, Any]) -> Part:
         first: Position of the first row.
         fields: `[1, H, L, width]` by name, all of the form's fields; others are left out.
     """
-    rows = {field.name: fields[field.name] for field in form.fields}
-    count = next(iter(rows.values())).shape[2]
-    if all(isinstance(array, np.ndarray) for array in rows.values()):
-        return Part(first, count, rows, 0)
-    return Part(first, count, {name: bits_of(array) for name, array in rows.items()})
+    rows = {field.name: bits_of(fields[field.name]) for field in form.fields}
+    return Part(first, next(iter(rows.values())).shape[2], rows)
 
 
 def schedule(parts: Iterable[Part], complete: int) -> None:
     """Let MLX evaluate the parts' arrays without waiting for them.
 
     Args:
-        parts: Parts that every layer has delivered.
+        parts: Parts of MLX's arrays that every layer has delivered.
         complete: Positions that every layer has delivered.
     """
     waiting = [part for part in parts if part.ready_from is None]
-    arrays = [
-        array for part in waiting for array in part.fields.values() if isinstance(array, mx.array)
-    ]
-    if arrays:
-        mx.async_eval(*arrays)
+    mx.async_eval([array for part in waiting for array in part.fields.values()])
     for part in waiting:
         part.ready_from = complete + PASSED
 

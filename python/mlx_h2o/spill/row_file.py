@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -90,17 +89,6 @@ class RowFile:
         """Why nothing more is written, or ""."""
         return self._writer.failure
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of rows in memory that are not in the file yet."""
-        layers = range(len(self.forms))
-        return sum(int(array.nbytes) for layer in layers for array in self.waiting(layer))
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the file."""
-        return os.fstat(self._file.fileno()).st_size
-
     def waiting(self, layer: int) -> list[mx.array | Array]:
         """The arrays of a layer's rows that are not in the file yet, also those being written.
 
@@ -115,18 +103,17 @@ class RowFile:
 
     # -- rows come --------------------------------------------------------------------------------
 
-    def append(self, layer: int, first_position: int, fields: dict[str, Any]) -> None:
+    def append(self, layer: int, first_position: int, fields: dict[str, mx.array]) -> None:
         """Take new rows of a layer; they are written later.
 
-        MLX's arrays are evaluated (scheduled) when the next step begins, in this thread. Rows of a
+        The arrays are evaluated (scheduled) when the next step begins, in this thread. Rows of a
         chunk are evaluated at once when all layers have delivered them, and all but the last
         written (`_leave_few`). After a failure this does nothing.
 
         Args:
             layer: The layer's index.
             first_position: The position of the first row: `delivered(layer)`.
-            fields: `[1, H, L, width]` by name, of MLX or numpy (bfloat16 there as uint16). They
-                must not change afterwards.
+            fields: `[1, H, L, width]` by name. They must not change afterwards.
 
         Raises:
             ValueError: The rows are not the next ones.
@@ -145,8 +132,7 @@ class RowFile:
         self.schedule()
         part = part_of(self.forms[layer], first_position, fields)
         end, pieces = part.end, self._pieces_of(part)
-        if part.ready_from is None:
-            self._fresh += pieces
+        self._fresh += pieces
         with self._lock:
             self._parts[layer] += pieces
         before = self.complete
