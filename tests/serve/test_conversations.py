@@ -373,5 +373,5 @@ def test_bytes_are_reserved_and_freed():
     assert ledger.peak == 50
     ledger.release("a", 4.0)
     ledger.release("a", 400.0)
-    assert (ledger.reserved, ledger.retry_after, ledger.measured[0]) == (0, 4, 0)
+    assert (ledger.reserved, ledger.retry_after, ledger.current.running) == (0, 4, 0)
     assert Ledger().has_room(10**18)

@@ -181,7 +181,7 @@ def test_short_requests_pass_a_second_reading_and_a_client_that_left_frees_it(mo
         client.close()
         until(lambda: server.scheduler.ledger.running == 0)
         assert steps[0].done < 2 * steps[0].count
-        assert server.scheduler.ledger.measured[0] == 0
+        assert server.scheduler.ledger.current.running == 0
         time.sleep(0.1)
         before = len(steps)
         time.sleep(0.1)
