@@ -21,7 +21,7 @@ from mlx_h2o.slots.remainder import Remainder
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of
 from mlx_h2o.spill.setting import Returns
-from research.returning import answers_known, prompts_of
+from research.returning import facts_known
 
 HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
 OFTEN = Returns(every=8, window=4, pages=2, rows=8, ahead=4)
@@ -379,12 +379,12 @@ def test_evicted_facts_are_found_again(tmp_path):
     model, tokenizer = load("builtin:recall-4m")
     text = CALIBRATION_TEXT.read_text()
     task = recall_task(tokenizer, text, prompts=6, tokens=528, facts=1, seed=3)
-    prompts, found = prompts_of(task), {}
+    found = {}
     for spill in (None, Spill(tmp_path)):
 
         def make(spill=spill):
             return make_prompt_cache(model, 40, bits=6, spill=spill)
 
-        found[spill is not None] = sum(answers_known(model, prompts, make, "recall").scores)
+        found[spill is not None] = sum(facts_known(model, task, make, "recall").known)
     assert found[False] <= 2
     assert found[True] >= 4
