@@ -10,8 +10,7 @@ import mlx.core as mx
 from golden.group import Arrays, Parameters, parameters_of, policy_of
 from golden.numbers import SINKS, WORTH, K, Q, tensor
 from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
-from mlx_h2o.policies import make_policy
-from mlx_h2o.policies.selection import accumulate
+from mlx_h2o.policies import Observation, make_policy
 
 NAME = "accumulate"
 
@@ -63,7 +62,9 @@ def inputs(parameters: Parameters) -> Arrays:
 
 def run(parameters: Parameters, inputs: Arrays) -> Arrays:
     policy = policy_of(parameters["policy"])
-    return {"scores": accumulate(policy, inputs["scores"], inputs["logits"], inputs["lse"])}
+    scores = inputs["scores"]
+    observation = Observation(inputs["logits"], inputs["lse"], scores.shape[1])
+    return {"scores": policy.accumulate(scores, observation)}
 
 
 def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:

@@ -20,7 +20,7 @@ from mlx_h2o.policies.shapes import check_shapes
 from mlx_h2o.slots.packed import Packing, value_lengths
 from mlx_h2o.slots.paged_slots import PagedSlotStore
 from mlx_h2o.slots.remainder import Remainder, plain_rows_for
-from mlx_h2o.slots.slot_store import SlotStore, position_dtype
+from mlx_h2o.slots.slot_store import SlotStore, position_dtype, under
 
 if TYPE_CHECKING:
     from mlx_h2o.slots.recent_window import RecentWindow
@@ -157,14 +157,14 @@ def restored(
     arrays = _with_value_lengths(arrays, policy, packing)
     newest = config["offset"] - (numbers["length"] if numbers else 0)
     saved_state.check_indices(arrays, runs, config["reserved"], settings, newest)
-    fields = _under("slots.", arrays)
+    fields = under("slots.", arrays)
     fields["positions"] = fields["positions"].astype(position_dtype(config["offset"]))
     store = _store_class(settings).of(runs, config["reserved"], fields)
     window = None
     if numbers:
         window = window_of(settings, numbers["size"])
         window.length, window.oldest = numbers["length"], numbers["oldest"]
-        window.get_back(_under("recent.", arrays))
+        window.get_back(under("recent.", arrays))
     types, widths = _types_and_widths(settings, store)
     heads, B = store.heads, types["keys"].batch
     settings.check_rows(heads, widths.key)
@@ -173,7 +173,7 @@ def restored(
         raise ValueError(f"The share {share} is not that of {heads} heads of {widths}.")
     remainder = Remainder.empty(B, heads, widths.key, widths.value)
     if remembers:
-        remainder = Remainder(**_under("remainder.", arrays))
+        remainder = Remainder(**under("remainder.", arrays))
     # Files from before turns were added have no position from which ages count.
     aged_from = config.get("aged_from", 0)
     of_arrays = store, remainder, window, arrays.get("victims")
@@ -227,8 +227,3 @@ def _row_widths(
         *(key, value, key_size, value_size, settings.packing, settings.undo),
         framed=settings.frame is not None,
     )
-
-
-def _under(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The arrays whose names begin with a prefix, by the rest of the name."""
-    return {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}

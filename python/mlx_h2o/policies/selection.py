@@ -7,23 +7,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Observation, Policy
-
-
-def accumulate(policy: Policy, scores: mx.array, logits: mx.array, lse: mx.array) -> mx.array:
-    """A policy's scores after attention over N slots.
-
-    Args:
-        policy: The policy with the `accumulate` to use.
-        scores: `[B, H, N]` float32; 0 for slots just written.
-        logits: `[B, Hq, L, N]` float32, minus infinity where masked.
-        lse: `[B, Hq, L]` float32.
-
-    Returns:
-        `[B, H, N]` float32.
-    """
-    return policy.accumulate(scores, Observation(logits, lse, scores.shape[1]))
-
 
 def evictable_slots(positions: mx.array, offset: int, sink: int, recent: int) -> mx.array:
     """True where a slot is neither a sink nor recent nor pinned, `[B, H, N]` bool.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlx_h2o.slots.remainder import STATISTICS, Remainder
-from mlx_h2o.slots.slot_store import Run, SlotStore
+from mlx_h2o.slots.slot_store import Run, SlotStore, under
 from mlx_h2o.slots.softmax import Mask
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class StepBefore:
 
     def of_slots(self) -> dict[str, mx.array]:
         """The overwritten rows of the slots, by field."""
-        return _within("slots.", self.arrays)
+        return under("slots.", self.arrays)
 
     def of_window(self) -> dict[str, mx.array]:
         """The overwritten rows of the recent window, by field."""
-        return _within("recent.", self.arrays)
+        return under("recent.", self.arrays)
 
 
 class Journal:
@@ -183,7 +183,7 @@ class Journal:
                 _put_back(step, store)
             if window is not None and step.window is not None:
                 window.put_back(*step.window, step.of_window())
-            statistics |= _within("remainder.", step.arrays)
+            statistics |= under("remainder.", step.arrays)
             victims = step.arrays.get("victims", victims)
         store.return_to(step.runs)
         if "slots.scores" in step.arrays:
@@ -236,11 +236,3 @@ def _put_back(step: StepBefore, store: SlotStore) -> None:
     slots = step.arrays["slot"]
     flat = store.flat_index_of_heads([slots[:, run.first : run.last] for run in store.runs])
     store.put(flat, {name: row for name, row in step.of_slots().items() if name != "scores"})
-
-
-def _within(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    return {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }

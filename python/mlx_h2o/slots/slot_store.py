@@ -24,6 +24,12 @@ import mlx.core as mx
 #: The fields of some rows, by name: `[B, heads, N, ...]` each.
 Fields = dict[str, mx.array]
 
+
+def under(prefix: str, arrays: Fields) -> Fields:
+    """The arrays whose names begin with a prefix, by the rest of the name."""
+    return {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
+
+
 # Slots allocated at a time until the budget is reached, as mlx-lm's KVCache grows.
 GROWTH_STEP = 256
 

@@ -13,7 +13,6 @@ import mlx.core as mx
 
 from mlx_h2o.attention.backends.operands import Operands, Options
 from mlx_h2o.slots.packed import PackedRows, Rows
-from mlx_h2o.slots.softmax import attention_mass
 
 try:
     from mlx_h2o import _ext
@@ -30,15 +29,6 @@ try:
     _ext.Stored([mx.zeros((1, 1, 1, 1))])
 except TypeError as error:
     raise ImportError("the extension and MLX were built with different nanobinds") from error
-
-__all__ = [
-    "attention",
-    "attention_mass",
-    "attention_with_mass",
-    "attention_with_scores",
-    "pack",
-    "tracing",
-]
 
 tracing = _ext.tracing
 

@@ -11,6 +11,7 @@ from mlx_h2o.attention.backends.cpu import stored
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.slots.remainder import STATISTICS, Remainder
+from mlx_h2o.slots.slot_store import under
 
 
 class CPUDecoder(Decoder):
@@ -143,9 +144,9 @@ class CPUDecoder(Decoder):
         if not self._scored:  # then the array returned for them is empty
             for name in ("slots.scores", "recent.scores"):
                 arrays.pop(name, None)
-        window = _named("recent.", arrays) if self._recent_rows else None
-        remainder = Remainder(**_named("remainder.", arrays))
-        return Lent(_named("slots.", arrays), remainder, arrays["victims"], window)
+        window = under("recent.", arrays) if self._recent_rows else None
+        remainder = Remainder(**under("remainder.", arrays))
+        return Lent(under("slots.", arrays), remainder, arrays["victims"], window)
 
 
 def _kernel_policy_of(settings: CacheSettings) -> _ext.KernelPolicy:
@@ -165,12 +166,3 @@ def _kernel_policy_of(settings: CacheSettings) -> _ext.KernelPolicy:
         value_weight=kernel.value_weight,
         age_weight=kernel.age_weight,
     )
-
-
-def _named(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The arrays whose names have a prefix, by the names without it."""
-    return {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }
