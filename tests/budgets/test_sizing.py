@@ -16,8 +16,8 @@ from mlx_h2o.budgets.cost import (
     slots_for_bytes,
 )
 from mlx_h2o.budgets.plan import NEGLIGIBLE, Plan
-from mlx_h2o.budgets.profile_store import found_profile
-from mlx_h2o.calibration.scaling_build import KEPT
+from mlx_h2o.budgets.profile_store import found_profile, kept_place
+from mlx_h2o.calibration.scaling_build import SUFFIX
 from mlx_h2o.loading.identity import identity_of
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.slots.slot_store import FEW
@@ -239,7 +239,7 @@ def test_without_a_profile_frames_are_made_once_and_kept(capsys):
     assert "Making frames" in capsys.readouterr().err
     assert cache[0].packing.k_bits == 6
     assert len(set(cache[0].budgets)) == 1
-    place = KEPT.place_of(identity_of(model, [2, 2], [32, 32]))
+    place = kept_place(identity_of(model, [2, 2], [32, 32]), SUFFIX)
     before = place.read_text()
     again = make_prompt_cache(framed_tiny(), **even)
     assert "Making frames" not in capsys.readouterr().err

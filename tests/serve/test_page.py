@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import mlx_h2o
 from mlx_h2o.evaluate.page import page as report_page
-from mlx_h2o.evaluate.report import Curves, Rows, Section
+from mlx_h2o.evaluate.report import Curves, Section, Table
 from mlx_h2o.serve.memory import most_bytes
 from serving import MODEL, SIZE, Running, serving, until, words
 
@@ -254,7 +254,7 @@ def test_everything_fits_and_can_be_read(browser, roomy, scheme, size):
 def a_report() -> str:
     """A page of `evaluate` with a table wider than a phone and a chart."""
     columns = ["cache", *(f"{what}, {part}" for part in ("1/2", "1/4") for what in "abcd")]
-    rows = Rows("by part of the bytes", columns, [["sliding window", *["+0.17 % [0.1, 0.2]"] * 8]])
+    rows = Table("by part of the bytes", columns, [["sliding window", *["+0.17 % [0.1, 0.2]"] * 8]])
     lines = {"full cache": [1.0, 2.0], "mlx-h2o": [1.5, 2.5]}
     curves = Curves("Perplexity", [1, 2], lines, "tokens", "perplexity")
     facts = {"model": "builtin:recall-4m", "text": "sample.txt " * 9}
