@@ -134,6 +134,23 @@ def test_a_seed_changes_no_answer_of_others_and_keeps_none_waiting():
         assert long.result()
 
 
+def test_an_answer_is_continued_with_its_own_tokens_after_a_restart_too(tmp_path):
+    """Nothing is added to it, so the prompt is the conversation's whole text."""
+
+    def turns(server: Running, text: str, ends: list[str]) -> str:
+        for end in ends:
+            text += sampled(server, text, 17, seed=1) + end
+        return text
+
+    prompt = words(200, 50)
+    with serving(defaults={"max_size": ROOMY}) as server:
+        expected = turns(server, prompt, [", so", "", ""])
+    for ends in ([", so", ""], [""]):
+        with serving(defaults={"max_size": ROOMY}, sessions=tmp_path) as server:
+            prompt = turns(server, prompt, ends)
+    assert prompt == expected
+
+
 # -- long prompts ---------------------------------------------------------------------------------
 
 

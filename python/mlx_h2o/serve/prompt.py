@@ -126,14 +126,14 @@ class Prompt:
         """
         inner = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
         rest = self.text[count:]
+        if not rest:
+            return [*earlier]
         try:
             whole = inner(self.text, add_special_tokens=False, return_offsets_mapping=True)
             ids, starts = whole["input_ids"], [start for start, _ in whole["offset_mapping"]]
         except (NotImplementedError, TypeError, ValueError, KeyError):
             # A tokenizer that does not report the places of tokens.
-            return (
-                [*earlier, *self.tokenizer.encode(rest, add_special_tokens=False)] if rest else None
-            )
+            return [*earlier, *self.tokenizer.encode(rest, add_special_tokens=False)]
         if count not in starts:
             return None
         return [*earlier, *ids[starts.index(count) :]]

@@ -424,11 +424,13 @@ class Scheduler:
         with the text of a known conversation gets that one's tokens, and only the rest is
         tokenized.
         """
-        spellings: list[tuple[list[int], tuple[str, int] | None]] = [(prompt.tokens, None)]
+        spellings: list[tuple[list[int], tuple[str, int] | None]] = []
         for count, key in self.conversations.spellings(mark.model, prompt.text):
             tokens = prompt.spelled_from(count, tokens_of(key))
             if tokens and all(tokens != other for other, _ in spellings):
                 spellings.append((tokens, (prompt.text[:count], token_count(key))))
+        # Of those with equal prefixes the first is taken, wherever the caches are by now.
+        spellings.append((prompt.tokens, None))
         best: tuple[Mark, list[Any]] | None = None
         most, error = -1, None
         for tokens, spelling in spellings:
