@@ -267,7 +267,7 @@ $(VENV)/.installed: pyproject.toml python/CMakeLists.txt c_api/src/cpu/CMakeList
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
-	$(BIN)/pip install --quiet --no-deps 'mlx-vlm==$(MLX_VLM)' mlx-audio
+	$(BIN)/pip install --quiet --no-deps 'mlx-vlm==$(MLX_VLM)' mlx-audio==0.6.2
 	$(BIN)/pip install --quiet cryptography fastapi python-multipart
 	touch $@
 
