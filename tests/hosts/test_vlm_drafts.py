@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx_vlm.speculative.drafters.gemma4_assistant import Gemma4AssistantDraftMo
 import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.hosts.cache_lists import entries
-from tiny_models import prompt_tokens, with_random_weights
+from tiny_models import Characters, prompt_tokens, with_random_weights
 from vlm_models import whole_vlm_model
 
 SIZE, BLOCK, STEPS, LAYERS = 24, 4, 30, 4
@@ -129,3 +130,24 @@ def test_what_cannot_be_drafted_is_refused_by_name(model):
     assert assistant.make_cache() == []
     with pytest.raises(ValueError, match="reads or keeps whole caches"):
         generate_step(PROMPT, model, None, None, draft_model=assistant, draft_kind="mtp")
+
+
+def test_the_server_goes_on_without_a_drafter_beside_bounded_caches(model, monkeypatch, caplog):
+    pytest.importorskip("fastapi", reason="mlx-vlm's server is not installed here")
+    from mlx_vlm.server import generation
+    from mlx_vlm.speculative import drafters
+
+    draft = drafter("mtp")
+    resources = model, Characters(), SimpleNamespace(eos_token_id=0)
+    monkeypatch.setattr(generation, "load_model_resources", lambda *_: resources)
+    monkeypatch.setattr(drafters, "load_drafter", lambda *_, **__: (draft, "mtp"))
+    server = generation.ResponseGenerator.__new__(generation.ResponseGenerator)
+    server.model_path = server.draft_model_path = "folder"
+    server.adapter_path = server.draft_kind_override = server.apc_manager = None
+    server._initialize_model()
+    assert server.draft_model is draft
+    mlx_h2o.install(max_size=SIZE, undo=BLOCK)
+    server._initialize_model()
+    assert server.draft_model is None
+    assert server.draft_kind is None
+    assert "batches take drafts of MTP back row by row" in caplog.text
