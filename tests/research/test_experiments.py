@@ -19,6 +19,7 @@ PAIR = ("--tokens", "96", "--samples", "2")
 
 #: Of each experiment its arguments, and what its last line begins with. "OUT" is a file's place.
 RUNS = {
+    "coding fit": ((TEXT, *MODEL, *PAIR, "--fits", "OUT"), ""),
     "draw_frames": (("OUT", *MODEL), ""),
     "real_model rows": ((TEXT, *MODEL, *PAIR), "| "),
     "returning": (
@@ -50,6 +51,20 @@ def test_it_runs(name, tmp_path):
         assert not any(re.search(r"\bnan\b", line) for line in tables)
     if "OUT" in given:
         assert out.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_rows_are_coded_by_the_fits_that_were_made(tmp_path):
+    common = (TEXT, *MODEL, "--fits", str(tmp_path), "--variants", "joint")
+    few = ("--tokens", "200", "--samples", "2", "--parts", "8", "--prompts", "1")
+    for what in ("fit", "rows", "evict", "facts"):
+        done = subprocess.run(
+            [sys.executable, "-m", "research.coding", what, *common, *few],
+            cwd=ROOT, text=True, capture_output=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        if what != "fit":
+            assert done.stdout.splitlines()[-1].startswith("| ")
 
 
 def test_no_experiment_is_left_out():
