@@ -32,21 +32,25 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
+import mlx_h2o
+from mlx_h2o._blas import use_openblas
 from mlx_h2o.budgets.cost import PLAIN_ELEMENT
 from mlx_h2o.budgets.plan import LayerKind, plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
-from mlx_h2o.evaluate.facts import FORMS
+from mlx_h2o.evaluate.facts import FORMS, recall_task
 from mlx_h2o.evaluate.measures.perplexity import samples_of
 from mlx_h2o.evaluate.side_by_side import side_by_side
+from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.rope_probe import ropes_in_keys
 from mlx_h2o.layer.policy_view import slots_of
 from mlx_h2o.models.make import bounded_caches
-from mlx_h2o.slots.key_scaling import RowFormat
-from research.real_model import RowsAsStored, loaded, lost, shipped_frames, standard_error
-from research.returning import CHUNK, answers_known, planted
+from mlx_h2o.slots.packed import Packing
+from research.real_model import RowsAsStored, lost, shipped_frames, standard_error
+from research.returning import CHUNK, facts_known
 from research.row_coding import SINK, VARIANTS, LayerCoding, LayerFit, codings, rows_with_slopes
 
 #: Bits of the first tokens' rows, packed as the product packs them.
@@ -170,7 +174,7 @@ class Bytes:
             settings, widths = cache.settings, replace(kind.widths, framed=True).narrow
             cost = widths.cost(settings.policy, settings.remembers)
             beside = cost.slot - widths.row_bytes if self.beside is None else self.beside
-            sink = RowFormat(SINK_BITS, SINK_BITS).row_bytes(widths.key, widths.value)
+            sink = replace(widths, packing=Packing(SINK_BITS, SINK_BITS)).row_bytes
             stages = [settings.budgets, *(stage.budgets for stage in settings.filling)]
             for i, budgets in enumerate(stages):
                 slots = np.array(budgets) - SINK
@@ -403,13 +407,21 @@ def evict(model: nn.Module, tokenizer: Any, args: argparse.Namespace) -> None:
 
 def facts(model: nn.Module, tokenizer: Any, args: argparse.Namespace) -> None:
     """Facts planted, read as a chat would read them."""
-    prompts = planted(tokenizer, args.texts[0].read_text(), args, args.tokens - CHUNK)
+    task = recall_task(
+        tokenizer,
+        args.texts[0].read_text(),
+        prompts=args.prompts,
+        tokens=args.tokens - CHUNK,
+        facts=1,
+        form=FORMS[args.form],
+        seed=args.seed,
+    )
     each: dict[str, Callable[[], list[Any]]] = {"all | full cache": lambda: stock_cache(model)}
     for part in args.parts:
         each |= {f"1/{part} | {name}": make for name, make in arms(model, args, part).items()}
     print("| memory | rows | facts |\n|---|---|---:|", flush=True)
     for name, make in each.items():
-        known = answers_known(model, prompts, make, name).scores
+        known = facts_known(model, task, make, name).known
         print(f"| {name} | {sum(known):.0f} of {len(known)} |", flush=True)
 
 
@@ -445,7 +457,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse and run; tables are Markdown."""
     args = parser().parse_args()
-    model, tokenizer = loaded(args.model)
+    routing.install()
+    use_openblas()
+    model, tokenizer = mlx_h2o.load(args.model)
+    model.set_dtype(mx.float32)
     WHAT[args.what](model, tokenizer, args)
 
 

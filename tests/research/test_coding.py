@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_h2o.slots.key_scaling import RowFormat
+from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.slots.rope import Rope
 from research.coding import SINK_BITS, Entrance, TieredCache
 from research.row_coding import (
