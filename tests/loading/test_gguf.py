@@ -304,6 +304,16 @@ def test_the_chat_template_and_the_ends_of_a_turn():
     assert detokenizer.text == "al al"
 
 
+def test_a_template_with_tools_reads_its_familys_calls():
+    template = TEMPLATE + "{% if tools %}<tool_call>{{ tool_call.name }}</tool_call>{% endif %}"
+    tokenizer = tokenizer_of({**tokenizer_metadata(), "tokenizer.chat_template": template})
+    assert tokenizer.has_tool_calling
+    assert (tokenizer.tool_call_start, tokenizer.tool_call_end) == ("<tool_call>", "</tool_call>")
+    call = tokenizer.tool_parser('{"name": "weather", "arguments": {"city": "Paris"}}', None)
+    assert call == {"name": "weather", "arguments": {"city": "Paris"}}
+    assert not tokenizer_of(tokenizer_metadata()).has_tool_calling
+
+
 def sentencepiece_metadata(**changes):
     """SentencePiece's BPE: scores in the place of merges, bytes for what is not in it."""
     pieces = ["▁", "a", "l", "al", "▁al", "la", "▁▁", "<end_of_turn>"]

@@ -5,6 +5,7 @@ The former is that of GPT-2, SmolLM, Llama 3 and Qwen; the latter that of Llama 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -225,4 +226,27 @@ def tokenizer_of(metadata: Mapping[str, Any], rows: int | None = None) -> Any:
     tokenizer.chat_template = metadata.text(template) if template in metadata else None
     vocabulary = set(tokens)
     ends = [tokenizer.convert_tokens_to_ids(end) for end in TURN_ENDS if end in vocabulary]
-    return TokenizerWrapper(tokenizer, detokenizer, eos_token_ids=ends)
+    return TokenizerWrapper(tokenizer, detokenizer, eos_token_ids=ends, **tool_calls_of(tokenizer))
+
+
+def tool_calls_of(tokenizer: Any) -> dict[str, Any]:
+    """What mlx-lm's wrapper needs to read a family's tool calls; nothing if it knows none.
+
+    mlx-lm knows the family by its chat template, in a function that only its loader of folders
+    calls.
+
+    Args:
+        tokenizer: The tokenizer, with its chat template.
+    """
+    from mlx_lm import tokenizer_utils
+
+    infer = getattr(tokenizer_utils, "_infer_tool_parser", lambda _: None)
+    name = infer(tokenizer)
+    if name is None:
+        return {}
+    family = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    return {
+        "tool_parser": family.parse_tool_call,
+        "tool_call_start": family.tool_call_start,
+        "tool_call_end": family.tool_call_end,
+    }
