@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("llguidance")
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
+from transformers import AddedToken
 
 from mlx_h2o.serve.grammar import grammar_of
 from mlx_h2o.serve.protocol import Chat
@@ -66,7 +67,15 @@ TAGS = {
     ],
     "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
     "pythonic": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "json_tools": ["<tool_call>", "</tool_call>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>"],
+    "glm47": [
+        "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    ],
+    "longcat": ["<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>"],
+    "function_gemma": ["<start_function_call>", "<end_function_call>", "<escape>"],
 }  # fmt: skip
+TAGS["laguna"] = TAGS["glm47"]
 
 
 class Writer:
@@ -76,14 +85,18 @@ class Writer:
         embedded: Model and tokenizer.
         family: Whose calls.
         most: Calls that there may be.
-        special: Tokens to add to the tokenizer.
+        tags: Whether the family's tags are tokens: None, "special", or only "added" to the
+            vocabulary, as `<tool_call>` is in Qwen's.
     """
 
-    def __init__(self, embedded: Any, family: str, most: int = 1, special: Any = ()):
-
+    def __init__(self, embedded: Any, family: str, most: int = 1, tags: str | None = None):
         self.tokenizer = copy.deepcopy(embedded[1]._tokenizer)
-        if special:
-            self.tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+        if tags is not None:
+            special = tags == "special"
+            added = [AddedToken(tag, special=special, normalized=False) for tag in TAGS[family]]
+            self.tokenizer.add_tokens(added, special_tokens=special)
+            if special:
+                self.tokenizer.add_special_tokens({"additional_special_tokens": TAGS[family]})
         tokenizer = from_tokenizer(self.tokenizer)
         rules = calls_of(FAMILIES[family], [WEATHER, STOP], most, self.tokenizer)
         grammar = LLMatcher.grammar_from_lark(f"start: calls\n{rules}")
@@ -115,14 +128,13 @@ def test_all_families_are_written_here():
     assert FAMILIES.keys() == WRITTEN.keys()
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("tags", [None, "special", "added"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_as_the_family_writes_it_may_be_written_and_is_read(embedded, family, special):
+def test_a_call_as_the_family_writes_it_may_be_written_and_is_read(embedded, family, tags):
     text = WRITTEN[family]
     call = first_of(read(family, text))
     assert (call["name"], call["arguments"]) == ("get_weather", ARGUMENTS)
-    writer = Writer(embedded, family, special=TAGS.get(family, ()) if special else ())
-    assert writer.may_write(text)
+    assert Writer(embedded, family, tags=tags).may_write(text)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -162,7 +174,7 @@ def test_only_the_tool_that_was_asked_for(embedded):
     tools = [{"function": WEATHER}, {"function": STOP}]
     module = importlib.import_module("mlx_lm.tool_parsers.pythonic")
     tokenizer = SimpleNamespace(
-        tool_parser=module.parse_tool_call, all_special_tokens=[], convert_tokens_to_ids=list
+        tool_parser=module.parse_tool_call, all_special_tokens=[], get_added_vocab=dict
     )
     body = Chat.model_validate(
         {

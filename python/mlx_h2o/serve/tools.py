@@ -18,6 +18,8 @@ from typing import Any
 BETWEEN = r"( |\n {0,24})?"
 #: Any text, of several lines too.
 ANY_TEXT = "/(?s:.*)/"
+#: Added tokens that llguidance takes for special ones, whatever the tokenizer says.
+BRACKETED = re.compile(r"<.*>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,14 @@ def calls_of(
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    tokens = list(tokenizer.all_special_tokens)
-    return dict(zip(tokens, tokenizer.convert_tokens_to_ids(tokens), strict=True))
+    """The tokens that llguidance never matches as text, and their ids.
+
+    Beside special tokens these are others that were added to the vocabulary, in angle brackets:
+    `<tool_call>` is one in Qwen's.
+    """
+    special = set(tokenizer.all_special_tokens)
+    added: dict[str, int] = tokenizer.get_added_vocab()
+    return {text: i for text, i in added.items() if text in special or BRACKETED.fullmatch(text)}
 
 
 class _Grammar:
