@@ -266,9 +266,8 @@ $(VENV)/.installed: pyproject.toml python/CMakeLists.txt c_api/src/cpu/CMakeList
 	@$(PYTHON) -c 'import sys; sys.exit("mlx-h2o needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]' cryptography fastapi python-multipart
 	$(BIN)/pip install --quiet --no-deps 'mlx-vlm==$(MLX_VLM)' mlx-audio==0.6.2
-	$(BIN)/pip install --quiet cryptography fastapi python-multipart
 	touch $@
 
 clean:
