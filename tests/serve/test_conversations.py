@@ -294,6 +294,8 @@ def test_the_longest_text_that_a_prompt_begins_with_is_found_first(model):
         conversations.name(own, Turn("", "", ((text, 10),)))
     assert conversations.spellings("", "abcde") == [(3, keys[2]), (3, keys[1]), (2, keys[0])]
     assert conversations.spellings("", "x") == conversations.spellings("other", "abcde") == []
+    conversations.clear()
+    assert conversations.spellings("", "abcde") == []
 
 
 # -- the ledger -----------------------------------------------------------------------------------

@@ -112,8 +112,10 @@ class Conversations:
             self._remember(note.place, note.turn.texts)
 
     def clear(self) -> None:
-        """Forget everything in memory."""
+        """Forget everything in memory: caches, and the tokens of texts."""
         self._entries.clear()
+        self._texts.clear()
+        self._text_size = 0
 
     def __len__(self) -> int:
         return len(self._entries)
