@@ -203,8 +203,8 @@ def test_saturations_are_saved_and_told() -> None:
     """As one number where all heads have the same; files from before say nothing, and mean 4."""
     for given_as, saved, told in (
         (4, 4.0, "go on answering"),
-        ([0.5, 0.5], 0.5, "with saturation 0.5"),
-        ([0, 4], [0.0, 4.0], "with saturation 0 to 4"),
+        ([0.5, 0.5], 0.5, ", saturation 0.5"),
+        ([0, 4], [0.0, 4.0], ", saturation 0 to 4"),
     ):
         cache = H2OKVCache(24, saturation=given_as)
         TinyLayer().feed(cache, 30)

@@ -153,8 +153,8 @@ def _reason(layers: Sequence[LayerDescription]) -> str:
 
 def _spread(numbers: Sequence[float]) -> str:
     """ "8", or "8 to 16" where numbers differ."""
-    low, high = min(numbers), max(numbers)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    low, high = (f"{n}".removesuffix(".0") for n in (min(numbers), max(numbers)))
+    return low if low == high else f"{low} to {high}"
 
 
 def describe(cache: list[Any], peak: int | None = None) -> Description:
