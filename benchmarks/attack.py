@@ -44,7 +44,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from benchmarks.random_requests import PLAIN, Asker, Reference, path_of, with_template
+from benchmarks.random_requests import PLAIN, Asker, Reference, path_of, sender, with_template
 from mlx_h2o._byte_size import memory_size
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
@@ -494,7 +494,7 @@ def summary(attacked: Attacked) -> str:
 
 @contextmanager
 def reference(args: argparse.Namespace, templated: str) -> Iterator[Reference]:
-    """A server in a thread of this process that nobody attacks."""
+    """A server in a thread of this process, to compare with; it is not attacked."""
     ready: queue.SimpleQueue[tuple[Listening, Scheduler]] = queue.SimpleQueue()
     engine = EngineSettings((args.model, templated), {"max_size": args.max_kv_size})
     thread = threading.Thread(
@@ -504,20 +504,13 @@ def reference(args: argparse.Namespace, templated: str) -> Iterator[Reference]:
     thread.start()
     listening, scheduler = ready.get(timeout=PATIENCE)
 
-    def send(path: str, body: bytes) -> tuple[int, bytes]:
-        connection = HTTPConnection("127.0.0.1", listening.server_port, timeout=PATIENCE)
-        with closing(connection):
-            connection.request("POST", path, body)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-
     def forget() -> None:
         while scheduler.ledger.running:
             time.sleep(0.01)
         scheduler.call(scheduler.conversations.clear).result()
 
     try:
-        yield Reference(send, forget)
+        yield Reference(sender(listening.server_port, PATIENCE), forget)
     finally:
         listening.shutdown()
         thread.join()

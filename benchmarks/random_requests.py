@@ -1,7 +1,7 @@
 """Random requests with every field of `serve/protocol.py`, and what an answer must equal.
 
-An answer must be the one of a server that has just begun: whatever was asked before, whoever is
-beside, and whether the client hung up, sent its question again, or sends back earlier answers.
+An answer must equal that of a server that has just begun, whatever requests came before or run
+beside it, and whether the client hung up, sent its question again, or sends back earlier answers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,23 @@ def next_request(draw: random.Random, body: dict[str, Any], answer: dict[str, An
     return body | {"messages": [*messages, {"role": "user", "content": "And then?"}]}
 
 
+def sender(port: int, patience: float) -> Send:
+    """A function that sends requests to a server on this machine.
+
+    Args:
+        port: The server's port.
+        patience: Seconds to wait for an answer.
+    """
+
+    def send(path: str, body: bytes) -> tuple[int, bytes]:
+        with closing(HTTPConnection("127.0.0.1", port, timeout=patience)) as connection:
+            connection.request("POST", path, body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    return send
+
+
 def path_of(body: dict[str, Any]) -> str:
     """The endpoint of a request."""
     return "/v1/completions" if "prompt" in body else "/v1/chat/completions"
@@ -251,7 +270,7 @@ class Reference:
     """The answers of a server that has just begun, each conversation computed once.
 
     Args:
-        send: Asks a server that nobody else asks.
+        send: Sends a request to a server that gets no other requests.
         forget: Makes it forget every conversation.
     """
 

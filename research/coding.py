@@ -32,8 +32,6 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
-import mlx_h2o
-from mlx_h2o._blas import use_openblas
 from mlx_h2o.budgets.cost import PLAIN_ELEMENT
 from mlx_h2o.budgets.plan import LayerKind, plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
@@ -43,14 +41,13 @@ from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.facts import FORMS, recall_task
 from mlx_h2o.evaluate.measures.perplexity import samples_of
 from mlx_h2o.evaluate.side_by_side import side_by_side
-from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.rope_probe import ropes_in_keys
 from mlx_h2o.layer.policy_view import slots_of
 from mlx_h2o.models.make import bounded_caches
 from mlx_h2o.slots.packed import Packing
 from research.real_model import RowsAsStored, lost, shipped_frames, standard_error
-from research.returning import CHUNK, facts_known
+from research.returning import CHUNK, load_in_float32, recall
 from research.row_coding import SINK, VARIANTS, LayerCoding, LayerFit, codings, rows_with_slopes
 
 #: Bits of the first tokens' rows, packed as the product packs them.
@@ -421,7 +418,7 @@ def facts(model: nn.Module, tokenizer: Any, args: argparse.Namespace) -> None:
         each |= {f"1/{part} | {name}": make for name, make in arms(model, args, part).items()}
     print("| memory | rows | facts |\n|---|---|---:|", flush=True)
     for name, make in each.items():
-        known = facts_known(model, task, make, name).known
+        known = recall(model, task, make, name).known
         print(f"| {name} | {sum(known):.0f} of {len(known)} |", flush=True)
 
 
@@ -457,10 +454,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse and run; tables are Markdown."""
     args = parser().parse_args()
-    routing.install()
-    use_openblas()
-    model, tokenizer = mlx_h2o.load(args.model)
-    model.set_dtype(mx.float32)
+    model, tokenizer = load_in_float32(args.model)
     WHAT[args.what](model, tokenizer, args)
 
 

@@ -26,7 +26,6 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import mlx_h2o
-from mlx_h2o._blas import use_openblas
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.facts import FORMS, RecallTask, is_known, recall_task
@@ -72,9 +71,7 @@ def makers(
     }
 
 
-def facts_known(
-    model: nn.Module, task: RecallTask, make: Callable[[], list[Any]], named: str
-) -> Result:
+def recall(model: nn.Module, task: RecallTask, make: Callable[[], list[Any]], named: str) -> Result:
     """Read every prompt through a cache of its own, and see which of the facts are known."""
     known, nbytes, rows = list[bool](), [], 0.0
     prompts = cast(list[list[int]], task.prompts.tolist())
@@ -117,6 +114,14 @@ def line(part: str, name: str, figures: Result) -> None:
     print(f"| {part} | {name} | {figure} |", flush=True)
 
 
+def load_in_float32(name: str) -> tuple[nn.Module, Any]:
+    """A model that computes in 32 bits, through mlx_h2o's attention, and its tokenizer."""
+    routing.install()
+    model, tokenizer = mlx_h2o.load(name)
+    model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -135,10 +140,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse and run; the table is Markdown."""
     args = parser().parse_args()
-    routing.install()
-    use_openblas()
-    model, tokenizer = mlx_h2o.load(args.model)
-    model.set_dtype(mx.float32)
+    model, tokenizer = load_in_float32(args.model)
     task = recall_task(
         tokenizer,
         args.text.read_text(),
@@ -151,11 +153,11 @@ def main() -> None:
     )
     print("| memory | cache | KV bytes | facts | rows read a token |")
     print("|---|---|---:|---:|---:|", flush=True)
-    full = facts_known(model, task, lambda: stock_cache(model), "full cache")
+    full = recall(model, task, lambda: stock_cache(model), "full cache")
     line("all", "full cache", full)
     if args.only is None or PACKED_CACHE in args.only:
         packed = Method(PACKED_CACHE)
-        of_packed = facts_known(model, task, lambda: packed.make(model, args.tokens), PACKED_CACHE)
+        of_packed = recall(model, task, lambda: packed.make(model, args.tokens), PACKED_CACHE)
         line("its own", PACKED_CACHE, of_packed)
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:
@@ -167,7 +169,7 @@ def main() -> None:
                 except ValueError:
                     print(f"| 1/{part} | {name} | too few | | |", flush=True)
                     continue
-                line(f"1/{part}", name, facts_known(model, task, make, f"{name} at 1/{part}"))
+                line(f"1/{part}", name, recall(model, task, make, f"{name} at 1/{part}"))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from benchmarks.random_requests import (
     Reference,
     answers_to,
     path_of,
+    sender,
     with_template,
 )
 from mlx_h2o.serve.model import chunk_of
@@ -40,17 +40,9 @@ ROOMY, NARROW = 4096, 40
 # -- one conversation after another ---------------------------------------------------------------
 
 
-def send(server: Running, path: str, body: bytes) -> tuple[int, bytes]:
-    """The status and the whole answer."""
-    with closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
-        connection.request("POST", path, body)
-        response = connection.getresponse()
-        return response.status, response.read()
-
-
 def answer_of(server: Running, body: dict[str, Any]) -> tuple[str, str]:
     """The text of a completion, and why it ended."""
-    ((choice,), _) = answers_to(partial(send, server), body)
+    ((choice,), _) = answers_to(sender(server.port, 60), body)
     return choice["text"], choice["finish_reason"]
 
 
@@ -74,12 +66,12 @@ def same_answers(size: int, count: int, seed: int, folder: Path) -> int:
             until(lambda: fresh.scheduler.ledger.running == 0)
             fresh.scheduler.call(fresh.scheduler.conversations.clear).result()
 
-        asker = Asker(draw, templated, Reference(partial(send, fresh), forget), size == NARROW)
+        asker = Asker(draw, templated, Reference(sender(fresh.port, 60), forget), size == NARROW)
         for _ in range(count):
             if draw.random() < 0.2:
                 cut_off(server, asker.request())
             else:
-                assert asker.ask(partial(send, server)) is None
+                assert asker.ask(sender(server.port, 60)) is None
     return asker.compared
 
 

@@ -21,7 +21,7 @@ from mlx_h2o.slots.remainder import Remainder
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of
 from mlx_h2o.spill.setting import Returns
-from research.returning import facts_known
+from research.returning import recall
 
 HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
 OFTEN = Returns(every=8, window=4, pages=2, rows=8, ahead=4)
@@ -385,6 +385,6 @@ def test_evicted_facts_are_found_again(tmp_path):
         def make(spill=spill):
             return make_prompt_cache(model, 40, bits=6, spill=spill)
 
-        found[spill is not None] = sum(facts_known(model, task, make, "recall").known)
+        found[spill is not None] = sum(recall(model, task, make, "recall").known)
     assert found[False] <= 2
     assert found[True] >= 4

@@ -298,7 +298,7 @@ Frames = dict[int, LayerFrames]
 
 
 def found_frames(identity: ModelIdentity, profile: Profile | None) -> Frames | None:
-    """Key scaling that needs no computing; None if there is none, or its file is damaged."""
+    """The key scaling of a profile, or else of this user's file; None without either."""
     if profile is not None and profile.measured and profile.measured.frames:
         return profile.measured.frames
     try:
