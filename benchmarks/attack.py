@@ -54,7 +54,7 @@ from mlx_h2o.serve.scheduler import EngineSettings, Scheduler
 
 #: Tokens of each answer, and of a conversation before its client begins another.
 ANSWER, LONGEST_CONVERSATION = 24, 900
-#: Tokens of a turn that its cache need not hold: those after the last step, or after a stop text.
+#: Tokens at the end of a turn that need not be found: those that the next words may change.
 UNCOUNTED = 4
 #: Seconds between two checks of the bytes, two lying heads, two lines of progress; for one answer.
 LOOK_EVERY, LIE_EVERY, TELL_EVERY, PATIENCE = 0.1, 0.2, 30, 120
@@ -245,8 +245,13 @@ class Conversation:
                 attacked.report(
                     f"a turn was lost {where}: {cached} tokens were found of {self.tokens}"
                 )
-        self.text = prompt + answer["choices"][0]["text"]
-        self.tokens, self.life = usage["total_tokens"], server.lives
+        choice = answer["choices"][0]
+        self.text = prompt + choice["text"]
+        # Caches that evicted tokens cannot take back what no text spells: an end token, or half a
+        # character. Then the conversation goes on from the end of the prompt.
+        is_spelled = choice["finish_reason"] == "length" and not choice["text"].endswith("\ufffd")
+        self.tokens = usage["total_tokens" if is_spelled else "prompt_tokens"]
+        self.life = server.lives
 
 
 def hang_up(server: Server, body: dict[str, Any], attacked: Attacked, rng: random.Random) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -276,9 +277,11 @@ def test_the_file_of_an_earlier_turn_goes_when_the_client_has_the_later_one(mode
     for count in (20, 40, 60):
         cache = made(model)
         read(model, cache, tokens[:count])
-        conversations.put(tokens[:count], cache)
+        turn = replace(TURN, name=f"cmpl-{count}")
+        conversations.keep(place(tokens[:count]), cache, "turn", turn)
     assert len(list(tmp_path.iterdir())) == 3  # no client is known to have any answer
-    conversations.sessions.delivered(place(tokens[:60]))
+    conversations.room(0)
+    conversations.delivered("cmpl-60")
     assert [path.stem for path in tmp_path.iterdir()] == [
         conversations.sessions.path_of(place(tokens)).stem
     ]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import mlx_h2o
+from mlx_h2o.serve.memory import most_bytes
 from serving import MODEL, Running, serving, until, words
 
 
@@ -66,21 +68,28 @@ def test_logprobs_are_cut_with_the_text(server):
     assert len(logprobs.tokens) < cut.usage.completion_tokens <= len(ids)
 
 
-@pytest.mark.parametrize("size", [4096, 48])
-def test_a_conversation_goes_on_after_a_stop(size):
+@pytest.mark.parametrize(("size", "is_full"), [(4096, False), (48, False), (48, True)])
+def test_a_conversation_goes_on_after_a_stop(size, is_full, embedded, tmp_path):
     """From its own last token before the stop text, or, where tokens were evicted, from the end of
-    its prompt: caches that have read more than the text says never serve it."""
-    with serving(defaults={"max_size": size, "budgets": "uniform"}) as server:
+    its prompt: caches that have read more than the text says never serve it.
+
+    If running answers need all the memory, the end of the prompt is in a file.
+    """
+    settings = {"defaults": {"max_size": size, "budgets": "uniform"}}
+    if is_full:
+        bound = most_bytes(mlx_h2o.make_prompt_cache(embedded[0], size, budgets="uniform"))
+        settings |= {"bound": bound, "sessions": tmp_path}
+    with serving(**settings) as server:
         ask = server.client.completions.create
         options = {"model": MODEL, "max_tokens": 24, "temperature": 0}
         fresh = words(120, 90)
         other = ask(prompt=fresh, **options).choices[0].text
         first = ask(prompt=fresh, stop=other[12:17], **options)
         assert first.choices[0].text == other[: other.index(other[12:17])]
-        # The same question again gets all of its answer.
-        assert ask(prompt=fresh, **options).choices[0].text == other
         again = ask(prompt=f"{fresh}{first.choices[0].text} And Anne", **options)
         cached = again.usage.prompt_tokens_details.cached_tokens
         prompt = first.usage.prompt_tokens
         assert prompt - 1 <= cached < prompt + first.usage.completion_tokens
         assert (cached > prompt) == (size == 4096)
+        # The same question again gets all of its answer.
+        assert ask(prompt=fresh, **options).choices[0].text == other

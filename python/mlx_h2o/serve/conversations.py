@@ -90,6 +90,8 @@ class Conversations:
 
     Args:
         left: Returns the most bytes that all of them may take now; None means no bound.
+        awaits: Whether an answer is being generated from the end of a prompt. Its own caches may
+            read more than its text says; then the conversation goes on from the prompt's.
 
     Attributes:
         sessions: The folder of saved conversations, or None.
@@ -97,8 +99,10 @@ class Conversations:
         forgotten: How many entries left memory.
     """
 
-    def __init__(self, left: Callable[[], int | None]):
-        self._left = left
+    def __init__(
+        self, left: Callable[[], int | None], awaits: Callable[[Place], bool] = lambda _: False
+    ):
+        self._left, self._awaits = left, awaits
         self.sessions: Sessions | None = None
         self.shrunk = self.forgotten = 0
         self._entries: dict[Place, Conversation] = {}
@@ -286,16 +290,31 @@ class Conversations:
     def name(self, place: Place, turn: Turn) -> None:
         """Let an answer's name stand for a conversation, and write its file."""
         self._remember(place, turn.texts)
-        entry = self._entries.get(place)
-        if entry is None:
-            return
-        entry.turns = (*entry.turns, turn)[-MAX_TURNS:]
-        # A shrunk conversation's file still has everything from before.
-        if self.sessions is not None and not (entry.shrunk and self.file_of(place)):
-            try:
-                self.sessions.save(place, entry.cache, turn)
-            except (OSError, ValueError) as error:
-                logging.error("A conversation could not be saved: %s", error)
+        entry, file = self._entries.get(place), self.file_of(place)
+        if entry is not None:
+            entry.turns = (*entry.turns, turn)[-MAX_TURNS:]
+            # A shrunk conversation's file still has everything from before.
+            if not (entry.shrunk and file):
+                self._save(place, entry.cache, turn)
+        elif self.sessions is not None and file and (cache := self.sessions.load(file)):
+            self._save(place, cache, turn)
+
+    def _save(self, place: Place, cache: list[Any], turn: Turn) -> None:
+        try:
+            if self.sessions is not None:
+                self.sessions.save(place, cache, turn)
+        except (OSError, ValueError) as error:
+            logging.error("A conversation could not be saved: %s", error)
+
+    def delivered(self, name: str) -> None:
+        """A client has an answer: the files of its conversation's earlier turns go."""
+        entry, notes = self.named(name), self.sessions.notes.values() if self.sessions else ()
+        # It may have left memory.
+        saved = (note.place for note in notes if note.turn.name == name)
+        place = entry.place if entry is not None else next(saved, None)
+        # An answer whose file could not be written leaves the earlier ones where they are.
+        if self.sessions is not None and place is not None and self.file_of(place):
+            self.sessions.delivered(place)
 
     def file_of(self, place: Place) -> Path | None:
         """A conversation's file, or None if there is none."""
@@ -338,6 +357,8 @@ class Conversations:
         return False
 
     def _forget(self, entry: Conversation) -> None:
+        if entry.kind == "prompt" and self._awaits(entry.place) and not self.file_of(entry.place):
+            self._save(entry.place, entry.cache, Turn("", ""))
         del self._entries[entry.place]
         self.forgotten += 1
 

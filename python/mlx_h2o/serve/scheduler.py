@@ -123,7 +123,7 @@ class Scheduler:
         self.settings, self.metrics = settings, metrics
         self.ledger, self.works = Ledger(), True
         self.failures, self.last_failure = 0, ""
-        self.conversations = Conversations(lambda: self.ledger.left_for_idle)
+        self.conversations = Conversations(lambda: self.ledger.left_for_idle, self._awaits)
         self.loaded = threading.Event()
         self.failure: Exception | None = None
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -132,6 +132,8 @@ class Scheduler:
         self._waiting: deque[list[Sequence]] = deque()
         self._reading: list[Sequence] = []
         self._batches: list[Batch] = []
+        # Sequences whose last token was drawn in the last step.
+        self._ending: list[Sequence] = []
         self._steps = 0
         self._passed = self._warned = self._dead = False
         self.thread = threading.Thread(target=self._run, name="mlx_h2o generates")
@@ -296,6 +298,11 @@ class Scheduler:
         """All sequences that wait or run."""
         running = [one for batch in self._batches for one in batch.sequences]
         return [*(one for group in self._waiting for one in group), *self._reading, *running]
+
+    def _awaits(self, place: Place) -> bool:
+        """Whether the answer to a prompt is not complete yet; of the caches at its end."""
+        running = [*self._all(), *self._ending]
+        return any(not one.over and one.prompt_end == place for one in running)
 
     def _abandon(self, error: Exception) -> None:
         """End everything that waits or runs."""
@@ -667,6 +674,7 @@ class Scheduler:
             logging.error("The sampler or a logits processor raised", exc_info=one.error)
             self._note_failure(one.error)
             self._end(one, step_failed(one.error))
+        self._ending = list(endings)
         caches = batch.remove(endings.keys())
         self._batches = [one for one in self._batches if len(one)]
         for one, reason in endings.items():
@@ -729,9 +737,8 @@ class Scheduler:
                 place = Place(one.mark, key_of(one.tokens[:-extra]))
             is_stored = self.conversations.keep(place, cache, "turn", turn)
         if not is_stored:
-            before = one.stops_at[-1][0]
-            place = Place(one.mark, key_of(one.prompt.tokens[:before]))
-            spelling = one.prompt.spelling
+            place, spelling = one.prompt_end, one.prompt.spelling
+            before = token_count(place.key)
             texts = [spelling] if spelling is not None and spelling[1] <= before else []
             turn = replace(turn, texts=tuple(texts))
             self.conversations.name(place, turn)
@@ -740,11 +747,7 @@ class Scheduler:
     def delivered(self, names: Iterable[str]) -> None:
         """A client has these answers: the files of their conversations' earlier turns go."""
         for name in names:
-            entry = self.conversations.named(name)
-            # An answer whose file could not be written leaves the earlier ones where they are.
-            if entry is not None and self.conversations.file_of(entry.place):
-                assert self.conversations.sessions is not None
-                self.conversations.sessions.delivered(entry.place)
+            self.conversations.delivered(name)
 
     def _look_at_length(self, one: Sequence, cache: list[Any]) -> None:
         """Warn once of a conversation that is longer than what the model was trained for."""

@@ -114,6 +114,11 @@ class Sequence:
         last = len(self.prompt.tokens) - 1
         return [(self.prompt.system, "system"), (min(self.prompt.tail, last), "prompt")]
 
+    @property
+    def prompt_end(self) -> Place:
+        """The place of the copy that is kept at the prompt's end."""
+        return Place(self.mark, key_of(self.prompt.tokens[: self.stops_at[-1][0]]))
+
     def open(self, cache: list[Any], prefix: int) -> None:
         """Begin to read the prompt, of which these caches have read the first tokens."""
         self.cache, self.prefix = cache, prefix
