@@ -184,6 +184,7 @@ def warn_if_changed(module: str) -> None:
         )
 
 
+@functools.cache
 def digest_of(call: Call) -> str:
     """SHA-256 of a function's source without its white space; empty if there is no source."""
     try:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 
-def replace_everywhere(old: Any, new: Any) -> None:
-    """Let every loaded module that holds `old`, by whatever name, hold `new`.
+def replace_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Let every loaded module that holds an old object, by whatever name, hold the new one.
 
-    Modules imported later find `new` where they import it from. Our own modules keep `old`: they
-    must still reach mlx-lm's function.
+    Modules imported later find the new one where they import it from. Our own modules keep the old
+    one: they must still reach mlx-lm's function.
+
+    Args:
+        pairs: Each old object, and what comes into its place.
     """
+    new_by_id = {id(old): new for old, new in pairs}
     # A copy is one step of the interpreter: other threads may import meanwhile.
     for name, module in sys.modules.copy().items():
         if name == "mlx_h2o" or name.startswith("mlx_h2o."):
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
-            if value is old:
-                setattr(module, attribute, new)
+            if id(value) in new_by_id:
+                setattr(module, attribute, new_by_id[id(value)])

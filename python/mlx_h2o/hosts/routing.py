@@ -26,12 +26,14 @@ from mlx_h2o.hosts.mlx_lm import MLX_LM
 from mlx_h2o.hosts.patching import replace_everywhere
 from mlx_h2o.loading.tested_versions import warn_if_newer
 
-# Pairs of a function now in a library's place and the original one.
-_replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+Function = Callable[..., Any]
+
+# Functions that were replaced together: each original, and what is in its place now.
+_replaced: list[list[tuple[Function, Function]]] = []
 # Methods of mlx-lm's LRU cache that are wrapped.
 _LRU_METHODS = ("fetch_nearest_cache", "insert_cache")
 # Classes with the name and the original of a wrapped method.
-_methods: list[tuple[type, str, Callable[..., Any]]] = []
+_methods: list[tuple[type, str, Function]] = []
 
 
 def installed() -> bool:
@@ -53,23 +55,33 @@ def install() -> None:
 
 def _route(host: Host) -> None:
     """Put wrappers in the place of a library's functions."""
-    _replace(host.attention, routed)
-    if host is not MLX_LM:
-        return
-    _wrap(
-        mlx_lm_cache.__name__,
-        {
+    functions = [(host.attention, routed(host.attention))]
+    if host is MLX_LM:
+        in_cache = {
             "save_prompt_cache": refusing,
             "trim_prompt_cache": trimming.trimming,
             "can_trim_prompt_cache": trimming.asking,
             **{f"LRUPromptCache.{name}": trimming.by_any_number for name in _LRU_METHODS},
-        },
-    )
-    _wrap("mlx_lm.generate", {"speculative_generate_step": trimming.speculating})
+        }
+        functions += _wrapped(mlx_lm_cache.__name__, in_cache)
+        in_generate = {"speculative_generate_step": trimming.speculating}
+        functions += _wrapped("mlx_lm.generate", in_generate)
+    _replace(functions)
 
 
 def _wrap(module: str, wrappers: dict[str, Callable[[Any], Any]]) -> None:
-    """Wrap a module's functions, and its classes' methods; a newer library may lack some."""
+    """Wrap a module's functions, and its classes' methods."""
+    _replace(_wrapped(module, wrappers))
+
+
+def _wrapped(
+    module: str, wrappers: dict[str, Callable[[Any], Any]]
+) -> list[tuple[Function, Function]]:
+    """A module's functions with their wrappers; a newer library may lack some.
+
+    Methods of its classes are wrapped at once.
+    """
+    functions = []
     for name, wrap in wrappers.items():
         owner: Any = sys.modules[module]
         *classes, function = name.split(".")
@@ -82,20 +94,22 @@ def _wrap(module: str, wrappers: dict[str, Callable[[Any], Any]]) -> None:
             _methods.append((owner, function, original))
             setattr(owner, function, wrap(original))
         else:
-            _replace(original, wrap)
+            functions.append((original, wrap(original)))
+    return functions
 
 
-def _replace(original: Callable[..., Any], wrap: Callable[[Any], Any]) -> None:
-    new = wrap(original)
-    _replaced.append((new, original))
-    replace_everywhere(original, new)
+def _replace(functions: list[tuple[Function, Function]]) -> None:
+    """Put functions in the place of others everywhere, in one pass over all modules."""
+    if functions:
+        _replaced.append(functions)
+        replace_everywhere(functions)
 
 
 def uninstall() -> None:
     """Put the libraries' own functions back everywhere; bounded caches cannot attend afterwards."""
     loaded.forget(_route)
     while _replaced:
-        replace_everywhere(*_replaced.pop())
+        replace_everywhere((ours, original) for original, ours in _replaced.pop())
     while _methods:
         setattr(*_methods.pop())
     own_attention.uninstall()

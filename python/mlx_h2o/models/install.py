@@ -69,7 +69,7 @@ def install(max_size: int | None = None, **options: Unpack[CacheOptions]) -> Non
     routing.install()
     if _settings is None:
         for_each_host(_replace)
-        replace_everywhere(_stock_load, _load_bounded)
+        replace_everywhere([(_stock_load, _load_bounded)])
     _settings = settings
 
 
@@ -99,10 +99,11 @@ def uninstall() -> None:
     global _settings
     _settings = None
     forget(_replace)
-    replace_everywhere(_load_bounded, _stock_load)
-    for host in hosts():
-        if host.name in _bounding:
-            replace_everywhere(_bounding[host.name], host.make_prompt_cache)
+    ours = [host for host in hosts() if host.name in _bounding]
+    replace_everywhere(
+        [(_load_bounded, _stock_load)]
+        + [(_bounding[host.name], host.make_prompt_cache) for host in ours]
+    )
     routing.uninstall()
 
 
@@ -110,7 +111,7 @@ def _replace(host: Host) -> None:
     """Put a function that makes bounded caches in the place of a library's own."""
     if host.name not in _bounding:
         _bounding[host.name] = _bounding_of(host)
-    replace_everywhere(host.make_prompt_cache, _bounding[host.name])
+    replace_everywhere([(host.make_prompt_cache, _bounding[host.name])])
 
 
 def _bounding_of(host: Host) -> Callable[..., list[Any]]:
