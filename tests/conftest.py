@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -88,12 +89,22 @@ def tests_name_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_h2o.cli.options.default_model", unnamed)
 
 
+#: The embedded model's key scaling, which takes seconds: the first test that needs it makes it.
+EMBEDDED_FRAMES = "qwen3-c8e65ffb43a7.frames.json"
+
+
 @pytest.fixture(autouse=True)
-def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Profiles that the tests' user keeps must not change what is tested."""
-    monkeypatch.setattr(
-        "mlx_h2o.budgets.profile_store.kept_folder", lambda: tmp_path / "kept profiles"
-    )
+    folder = tmp_path.with_name(f"{tmp_path.name} profiles")
+    monkeypatch.setattr("mlx_h2o.budgets.profile_store.kept_folder", lambda: folder)
+    made, shared = folder / EMBEDDED_FRAMES, tmp_path.with_name(EMBEDDED_FRAMES)
+    if shared.exists():
+        folder.mkdir()
+        shutil.copy(shared, made)
+    yield
+    if made.exists() and not shared.exists():
+        shutil.copy(made, shared)
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,7 @@ def test_bytes_are_never_exceeded_at_any_length(embedded, text, size, bits, undo
     most = int(memory_size("", size).part * 400 * TOKEN)
     cache = make_prompt_cache(model, max_bytes=size, context=400, bits=bits, undo=undo)
     for start in range(0, 400, 50):
-        prefill(model, cache, text[start : start + 50], 25 if start < 200 else 1)
+        prefill(model, cache, text[start : start + 50], 25 if start < 300 else 1)
         assert sum(entry.nbytes for entry in cache) <= most
     if size == "8%":  # heads have had the time to fill what they were given
         assert sum(entry.nbytes for entry in cache) > 0.85 * most
@@ -144,7 +144,7 @@ def test_slots_are_shared_out_anew_beside_a_file_too(embedded, text, size, tmp_p
     if cache[0].packing == alone[0].packing:
         assert 0 < fewer < 150  # of the two heads with a file: 12 rows that wait, queries, leases
     for start in range(0, 400, 50):
-        prefill(model, cache, text[start : start + 50], 25 if start < 200 else 1)
+        prefill(model, cache, text[start : start + 50], 25 if start < 300 else 1)
         assert sum(entry.nbytes for entry in cache) <= most
     if size != "60%":
         assert sum(entry.nbytes for entry in cache) > 0.8 * most

@@ -162,7 +162,7 @@ def test_a_measurement_that_fails_leaves_one_size_for_all(capsys, monkeypatch):
 
 def test_a_damaged_profile_of_another_model_is_passed_over():
     folder = profile_store.kept_folder()
-    folder.mkdir(parents=True)
+    folder.mkdir(exist_ok=True)
     (folder / "other.profile.json").write_text("{")
     model, _ = mlx_h2o.load("builtin:recall-4m")
     assert "expected loss" in told(make_prompt_cache(model, **SIZE))

@@ -454,13 +454,13 @@ def test_tokens_one_by_one_are_more_work_than_in_chunks():
     assert work_of((one_by_one, methods)) < 4 * work_of((one_by_one, methods[:1]))
 
 
-def test_ctrl_c_keeps_what_is_done(tmp_path):
+def test_ctrl_c_keeps_what_is_done(tmp_path, capsys):
     """Whatever was measured is in the file and in the report, and it can be gone on with."""
     sizes = "--size perplexity.length=160 --only mlx-lm"
-    command = [sys.executable, "-m", "mlx_h2o", *COMMAND, *sizes.split(), "--out", str(tmp_path)]
+    command = [*COMMAND, *sizes.split(), "--out", str(tmp_path)]
     file = tmp_path / FILE_NAME
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "mlx_h2o", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -476,5 +476,6 @@ def test_ctrl_c_keeps_what_is_done(tmp_path):
     assert results
     assert process.returncode in (0, 130)
     assert "Traceback" not in err
-    done = subprocess.run([*command, "--json"], capture_output=True, check=True)
-    assert results.items() <= json.loads(done.stdout)["results"]["perplexity"].items()
+    assert main([*command, "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert results.items() <= done["results"]["perplexity"].items()

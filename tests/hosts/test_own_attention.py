@@ -318,16 +318,16 @@ def uninstalled():
         mlx_h2o.install()
 
 
-@pytest.mark.parametrize("module", own_attention.TABLE)
-def test_classes_are_put_back(uninstalled, module):
-    attending = importlib.import_module(module).Attention
-    original = attending.__call__
+def test_classes_are_put_back(uninstalled):
+    classes = [importlib.import_module(module).Attention for module in own_attention.TABLE]
+    originals = [one.__call__ for one in classes]
     routing.install()
     routing.install()
-    assert attending.__call__ is not original
-    assert attending.__call__.__wrapped__ is original
+    for one, original in zip(classes, originals, strict=True):
+        assert one.__call__ is not original
+        assert one.__call__.__wrapped__ is original
     routing.uninstall()
-    assert attending.__call__ is original
+    assert [one.__call__ for one in classes] == originals
 
 
 def test_a_source_that_changed_is_left_alone_and_told(uninstalled, monkeypatch):

@@ -569,6 +569,7 @@ def test_a_wheel_with_another_file_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(demo_model.at_hand() is None, reason="SmolLM2 is not fetched: mlx_h2o fetch")
+@pytest.mark.slow
 def test_smollm2_speaks_and_understands():
     """What a model of 135 million parameters makes of prose, and of a question put to it."""
     from mlx_lm import generate

@@ -61,6 +61,8 @@ def test_mrope_positions_of_text_are_those_of_its_tokens_whatever_was_read_befor
         assert mx.allclose(mx.concatenate(parts, 1)[-1], whole[0], atol=1e-4)
 
 
+# Of the twelve cases these seven have all commands, and both folders.
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "command",
     [

@@ -37,6 +37,7 @@ def runs_the_real_model(page):
     [
         pytest.param(page, marks=[pytest.mark.slow] * runs_the_real_model(page), id=name_of(page))
         for page in PAGES
+        if FENCE.search(page.read_text())
     ],
 )
 def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):

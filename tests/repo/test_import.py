@@ -27,7 +27,7 @@ def printed(program: str) -> str:
     return ran.stdout.strip()
 
 
-def test_signal_handlers_stay():
+def test_signal_handlers_and_mlx_lms_functions_stay():
     # Said before, since a process in the background may have begun with Ctrl-C ignored.
     program = """
 import signal, sys
@@ -35,29 +35,21 @@ sys.argv[0] = "mlx_h2o"  # the name of the command, too
 kinds = signal.SIGINT, signal.SIGTERM
 signal.signal(signal.SIGINT, signal.default_int_handler)
 before = [signal.getsignal(kind) for kind in kinds]
+from mlx_lm.models import base, cache
+functions = base.scaled_dot_product_attention, cache.make_prompt_cache
 import mlx_h2o
 mlx_h2o.make_prompt_cache, mlx_h2o.install
+print((base.scaled_dot_product_attention, cache.make_prompt_cache) == functions)
 import mlx_h2o.cli
 print([signal.getsignal(kind) for kind in kinds] == before)
 """
-    assert printed(program) == "True"
+    assert printed(program).split() == ["True", "True"]
 
 
 @pytest.mark.skipif(not _blas.openblas_file(), reason="there is no other BLAS to bring in")
 def test_mlx_keeps_its_own_products():
     program = "import mlx_h2o, mlx_h2o.cli.generate; mlx_h2o.install; print(mlx_h2o._blas.blas())"
     assert printed(program) == "reference BLAS"
-
-
-def test_mlx_lm_keeps_its_functions():
-    program = """
-from mlx_lm.models import base, cache
-before = base.scaled_dot_product_attention, cache.make_prompt_cache
-import mlx_h2o
-mlx_h2o.make_prompt_cache, mlx_h2o.install
-print((base.scaled_dot_product_attention, cache.make_prompt_cache) == before)
-"""
-    assert printed(program) == "True"
 
 
 def test_it_takes_little():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "python/mlx_h2o"
@@ -84,9 +85,10 @@ def floor_of(module: str) -> int:
     return FLOOR_OF[parts[1] if len(parts) > 1 else "__init__"]
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for file, path in FILES.items():
-        yield file, ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    """All files with their syntax trees."""
+    return [(file, ast.parse(path.read_text(encoding="utf-8"))) for file, path in FILES.items()]
 
 
 def test_every_module_is_in_a_package():

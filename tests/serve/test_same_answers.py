@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import time
@@ -12,7 +11,6 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -27,12 +25,8 @@ from benchmarks.random_requests import (
 )
 from mlx_h2o.serve.model import chunk_of
 from mlx_h2o.serve.sequence import Sequence
-from model_configs import config_of
 from serving import MODEL, Running, alone, serving, until, words
-from tiny_models import FAMILIES, tiny_model, with_random_weights
 
-#: Models whose caches, as they are bounded, cannot be computed in one batch.
-ONE_BY_ONE = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")
 #: Slots in which nothing that these tests ask is evicted, and in which nearly all of it is.
 ROOMY, NARROW = 4096, 40
 
@@ -209,38 +203,3 @@ def test_a_chunk_takes_half_a_second_whatever_the_model():
     sizes = [chunk_of(int(parameters)) for parameters in (4e6, 135e6, 1e9, 70e9)]
     assert (sizes[0], sizes[-1]) == (512, 32)
     assert sizes == sorted(sizes, reverse=True)
-
-
-# -- models whose caches cannot be batched --------------------------------------------------------
-
-
-def model_of(family: str, vocabulary: int) -> Any:
-    if family in FAMILIES:
-        return tiny_model(family, vocab_size=vocabulary)
-    module = importlib.import_module(f"mlx_lm.models.{family}")
-    config = config_of(family) | {"vocab_size": vocabulary}
-    mx.random.seed(0)
-    return with_random_weights(module.Model(module.ModelArgs.from_dict(config)))
-
-
-@pytest.mark.parametrize("family", ONE_BY_ONE)
-def test_models_whose_caches_cannot_be_batched_are_served(family, embedded, monkeypatch):
-    """Alone and four at once, with a seed and without, with a stop, and going on."""
-    tokenizer = embedded[1]
-    model = model_of(family, tokenizer.vocab_size)
-    monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, tokenizer))
-    prompts = [words(60 * i, 30) for i in range(4)]
-    with serving(defaults={"max_size": 48}) as server, ThreadPoolExecutor(4) as pool:
-        assert not server.scheduler.models.loaded[0].plan({"max_size": 48}).batches
-        expected = [alone((model, tokenizer), prompt, 6) for prompt in prompts]
-        assert server.ask(prompts[0], 6) == server.ask(prompts[0], 6) == expected[0]
-        assert list(pool.map(lambda one: server.ask(one, 6), prompts)) == expected
-        seeded = [sampled(server, prompts[1], 6, seed=3) for _ in range(2)]
-        assert seeded[0] == seeded[1]
-        assert len({sampled(server, prompts[1], 6) for _ in range(4)}) > 1
-        stop = expected[2][3:6]
-        assert server.ask(prompts[2], 6, stop=stop) == expected[2][: expected[2].index(stop)]
-        more = server.client.completions.create(
-            model=MODEL, prompt=f"{prompts[3]}{expected[3]} and", max_tokens=2
-        )
-        assert more.usage.prompt_tokens_details.cached_tokens > 0

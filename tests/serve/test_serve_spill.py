@@ -1,7 +1,6 @@
 """`mlx_h2o serve --spill`: a file for each conversation, which goes on in it and goes with it."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import numpy as np
 import openai
 import pytest
 
+from mlx_h2o.cli import main
 from mlx_h2o.slots.pins import true_positions
 from serving import SIZE, WORDS, serving
 
@@ -50,25 +50,15 @@ def test_each_conversation_has_a_file_and_goes_on_in_it(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_s_files_go_with_it(tmp_path):
-    command = [sys.executable, "-m", "mlx_h2o", "generate", "--model", "builtin:recall-4m"]
-    command += [
-        "--prompt",
-        " ".join(WORDS[:80]),
-        "--max-tokens",
-        "40",
-        "--max-kv-size",
-        "48",
-        "--json",
-    ]
-    run = [
-        subprocess.run(
-            [*command, *extra], capture_output=True, text=True, env={**os.environ}, timeout=300
-        )
-        for extra in ([], ["--spill", str(tmp_path / "rows")])
-    ]
-    assert run[0].returncode == run[1].returncode == 0, run[1].stderr
-    report = [json.loads(one.stdout) for one in run]
+def test_the_command_s_files_go_with_it(tmp_path, capsys):
+    command = ["generate", "--model", "builtin:recall-4m", "--prompt", " ".join(WORDS[:80])]
+    command += ["--max-tokens", "40", "--max-kv-size", "48", "--json"]
+    assert main(command) == 0
+    # A process of its own: its files go when it ends.
+    own = [sys.executable, "-m", "mlx_h2o", *command, "--spill", str(tmp_path / "rows")]
+    run = subprocess.run(own, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    report = [json.loads(printed) for printed in (capsys.readouterr().out, run.stdout)]
     assert report[0]["tokens"] == report[1]["tokens"]
     assert len(report[0]["tokens"]) == 40
     # Rows that wait for the file count, and so do the queries that ask for rows to come back.

@@ -284,7 +284,7 @@ MEMORY = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("packing", "policy"), MEMORY, ids=str)
 @pytest.mark.usefixtures("one_operation_at_a_time")
 def test_a_prompt_takes_hardly_more_memory_than_with_dense_rows(packing, policy):

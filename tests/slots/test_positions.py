@@ -13,6 +13,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.budgets import cost, plan
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.slots import slot_store
@@ -26,6 +27,14 @@ STORES = {
     "recent wider": {"bits": 4, "recent_bits": 8, "group_size": 32},
 }
 CHUNK = 4096
+#: Tokens after which positions get wide in tests of what happens then: 32,768 take seconds to read.
+SOON = 2000
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (slot_store, cost, plan):
+        monkeypatch.setattr(module, "FEW", SOON)
 
 
 @cache
@@ -91,16 +100,18 @@ def test_narrow_positions_are_the_same_as_wide_ones(kept: str, before, after) ->
     assert FEW <= stored.max() < FEW + 20
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_chunk_may_bring_both() -> None:
-    held = fed(FEW - 10, budgets=[24, 31])
+    held = fed(SOON - 10, budgets=[24, 31])
     layer().feed(held, 30, 30)
     assert dtype_of(held) == WIDE
     newest = [held.slots(run).positions.max().item() for run in held.store.runs]
-    assert newest == [FEW + 19] * 2
+    assert newest == [SOON + 19] * 2
 
 
+@pytest.mark.usefixtures("soon")
 def test_steps_taken_back_take_the_width_back() -> None:
-    held, before = (fed(FEW - 2, budgets=[24, 31], undo=6) for _ in range(2))
+    held, before = (fed(SOON - 2, budgets=[24, 31], undo=6) for _ in range(2))
     layer().feed(held, 5)
     assert dtype_of(held) == WIDE
     held.trim(5)
@@ -111,10 +122,11 @@ def test_steps_taken_back_take_the_width_back() -> None:
     assert_alike(held, before)
 
 
+@pytest.mark.usefixtures("soon")
 def test_pins_stay_pinned() -> None:
-    held = fed(FEW - 4, budgets=[24, 31])
+    held = fed(SOON - 4, budgets=[24, 31])
     kept = {p for run in held.store.runs for p in held.slots(run).positions[0].flatten().tolist()}
-    wanted = [*sorted(kept)[len(kept) // 2 :][:3], FEW - 1]
+    wanted = [*sorted(kept)[len(kept) // 2 :][:3], SOON - 1]
     mlx_h2o.pin([held], [(p, p + 1) for p in wanted])
     layer().feed(held, 4)
     assert dtype_of(held) == NARROW
@@ -122,11 +134,12 @@ def test_pins_stay_pinned() -> None:
     layer().feed(held, 30)
     stored = np.array(held.arrays()["slots.positions"])
     assert set(narrow[narrow < 0]) == set(stored[stored < 0])
-    assert -1 - (FEW - 1) in stored
+    assert -1 - (SOON - 1) in stored
 
 
+@pytest.mark.usefixtures("soon")
 def test_files_have_what_serves_and_older_ones_are_read() -> None:
-    held = fed(FEW - 4, budgets=[24, 31])
+    held = fed(SOON - 4, budgets=[24, 31])
     arrays, config = held.state
     older = arrays | {"slots.positions": arrays["slots.positions"].astype(WIDE)}
     # As they were before lengths were read off packed rows, and positions narrow.
@@ -144,7 +157,7 @@ def test_files_have_what_serves_and_older_ones_are_read() -> None:
             H2OKVCache.from_state((hurt, config))
 
 
-@pytest.mark.few(1)
+@pytest.mark.usefixtures("soon")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("max_bytes", [60_000, 90_001])
 @pytest.mark.parametrize("undo", [0, 3])
@@ -156,7 +169,7 @@ def test_bytes_hold_before_and_after(kept: str, undo: int, max_bytes: int) -> No
     layer().feed(held, 10)
     before = held.budgets
     assert 0.8 * max_bytes < held.nbytes <= max_bytes
-    layer().feed(held, FEW - 1010 - 6, CHUNK)
+    layer().feed(held, SOON - 1010 - 6, CHUNK)
     layer().feed(held, 3)
     for _ in range(9):
         layer().feed(held, 1)
@@ -165,13 +178,13 @@ def test_bytes_hold_before_and_after(kept: str, undo: int, max_bytes: int) -> No
     assert (min(fewer) > 0) == (not undo)
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_size_in_slots_keeps_its_meaning() -> None:
-    held = fed(FEW + 10, max_size=64)
+    held = fed(SOON + 10, max_size=64)
     assert held.settings.filling == ()
     assert held.size() == max(held.budgets) == fed(100, max_size=64).size()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("budgets", ["uniform", None], ids=["uniform", "profile"])
 def test_a_model_s_caches_have_fewer_slots_from_there_on(budgets) -> None:
     model, _ = mlx_h2o.load("builtin:recall-4m")

@@ -123,7 +123,8 @@ def assert_same(cache, twin) -> None:
     assert [name for name in ours if ours[name] != theirs[name]] == []
 
 
-@pytest.mark.few(24)
+# Thirteen of the sixty cases have every policy and every store.
+@pytest.mark.few(13)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_steps_taken_back_leave_no_trace(case):
     """Drafts of every length, checked in one call or step by step, rejected in part or whole."""
@@ -231,7 +232,7 @@ def test_a_short_chunk_reads_its_array_mask_column_by_column(mask):
     assert_same(cache, twin)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("policy", ["distinct", "streaming", "h2o"])
 def test_bytes_hold_with_the_journal(policy, store):

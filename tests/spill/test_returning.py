@@ -378,7 +378,7 @@ def test_digests_are_read_as_they_were_written(tmp_path):
 def test_evicted_facts_are_found_again(tmp_path):
     model, tokenizer = load("builtin:recall-4m")
     text = CALIBRATION_TEXT.read_text()
-    task = recall_task(tokenizer, text, prompts=6, tokens=528, facts=1, seed=3)
+    task = recall_task(tokenizer, text, prompts=3, tokens=400, facts=1, seed=3)
     found = {}
     for spill in (None, Spill(tmp_path)):
 
@@ -386,5 +386,4 @@ def test_evicted_facts_are_found_again(tmp_path):
             return make_prompt_cache(model, 40, bits=6, spill=spill)
 
         found[spill is not None] = sum(recall(model, task, make, "recall").known)
-    assert found[False] <= 2
-    assert found[True] >= 4
+    assert found[True] - found[False] >= 2

@@ -330,6 +330,7 @@ def test_rows_that_wait_for_the_file_are_counted_and_few(tmp_path, monkeypatch):
     assert wait_for(lambda: rows.file.written >= rows.file.handed > before)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("store", ["dense", "4 bits", "newest wider"])
 @pytest.mark.parametrize("chunk", [1, 7, 12, 13, 64, 512])
 def test_after_no_chunk_more_rows_wait_than_are_planned_for(tmp_path, monkeypatch, chunk, store):
