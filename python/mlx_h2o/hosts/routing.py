@@ -13,7 +13,7 @@ them back, and functions that take tokens back (`hosts/trimming.py`) or make cac
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,13 +69,13 @@ def _route(host: Host) -> None:
     _replace(functions)
 
 
-def _wrap(module: str, wrappers: dict[str, Callable[[Any], Any]]) -> None:
+def _wrap(module: str, wrappers: Mapping[str, Callable[[Any], Any]]) -> None:
     """Wrap a module's functions, and its classes' methods."""
     _replace(_wrapped(module, wrappers))
 
 
 def _wrapped(
-    module: str, wrappers: dict[str, Callable[[Any], Any]]
+    module: str, wrappers: Mapping[str, Callable[[Any], Any]]
 ) -> list[tuple[Function, Function]]:
     """A module's functions with their wrappers; a newer library may lack some.
 
