@@ -1,16 +1,21 @@
-"""What OpenAI's clients and their helpers expect of a server, and send back to it."""
+"""What openai's, litellm's and anthropic's clients and their helpers expect, and send back.
+
+`.ci/run` installs the last two, which are large; without them their tests are skipped.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPConnection
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
+from pydantic import BaseModel
 
 from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.pins import NO_PINS
@@ -18,13 +23,16 @@ from mlx_h2o.serve.protocol import Chat
 from mlx_h2o.serve.request import Request
 from serving import MODEL, Running, serving, words
 
+#: Tokens of an answer whose request gives no number.
+ANSWER = 20
 HELLO = [{"role": "user", "content": words(0, 20)}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(defaults={"max_size": 4096, "budgets": "uniform"}) as running:
+    defaults = {"max_size": 4096, "budgets": "uniform"}
+    with serving(defaults=defaults, answer_tokens=ANSWER) as running:
         yield running
 
 
@@ -83,9 +91,10 @@ def test_top_p_of_zero_is_greedy(server):
 
 
 def test_max_tokens_of_minus_one_is_to_the_end(server):
-    stop = chat(server, max_tokens=80).choices[0].message.content[40:46]
-    answer = chat(server, max_tokens=-1, stop=stop).choices[0]
-    assert answer.finish_reason == "stop"
+    stop = chat(server, max_tokens=80).choices[0].message.content[-9:]
+    answer = chat(server, max_tokens=-1, stop=stop)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens > ANSWER
 
 
 def test_logprobs_have_tokens_and_bytes(server):
@@ -94,7 +103,8 @@ def test_logprobs_have_tokens_and_bytes(server):
     assert "".join(one.token for one in content).removeprefix(" ") == text
     for one in content:
         assert bytes(one.bytes).decode() == one.token
-        assert all(bytes(top.bytes) for top in one.top_logprobs)
+        for top in one.top_logprobs:
+            assert bytes(top.bytes).decode(errors="replace") == top.token
     legacy = server.client.completions.create(
         model=MODEL, prompt=words(0, 20), max_tokens=4, logprobs=3
     )
@@ -104,14 +114,63 @@ def test_logprobs_have_tokens_and_bytes(server):
     assert [len(one) for one in logprobs.top_logprobs] == [3] * 4
 
 
+class Word(BaseModel):
+    word: Literal["key", "door"]
+
+
+def test_the_parse_helper_gets_an_object(server):
+    message = server.client.chat.completions.parse(
+        model=MODEL, messages=HELLO, temperature=0, response_format=Word
+    ).choices[0].message  # fmt: skip
+    assert message.parsed.word in ("key", "door")
+
+
+@pytest.mark.slow
+def test_litellm_and_its_helper(server, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # nothing from the network
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
+    where = {"api_base": f"{server.url}/v1", "api_key": "none"}
+    options = {"model": f"openai/{MODEL}", "max_tokens": 6, "temperature": 0, **where}
+    expected = chat(server)
+    for n in (1, 2):
+        pieces = list(litellm.completion(messages=HELLO, stream=True, n=n, **options))
+        assert {piece.choices[0].index for piece in pieces if piece.choices} == set(range(n))
+    whole = litellm.completion(messages=HELLO, **options)
+    pieces = list(litellm.completion(messages=HELLO, stream=True, **options))
+    for answer in (whole, litellm.stream_chunk_builder(pieces, messages=HELLO)):
+        message = answer.choices[0].message
+        assert message.content == expected.choices[0].message.content
+        assert (message.role, answer.choices[0].finish_reason) == ("assistant", "length")
+    back = [*HELLO, message.model_dump(), {"role": "user", "content": "And then?"}]
+    assert litellm.completion(messages=back, **options).choices[0].message.content
+    text = litellm.text_completion(
+        prompt=words(0, 20), **options | {"model": f"text-completion-openai/{MODEL}"}
+    )
+    assert text.choices[0].text == server.ask(words(0, 20), 6)
+    with pytest.raises(litellm.NotFoundError, match="does not exist"):
+        litellm.completion(messages=HELLO, **options | {"model": "openai/none"})
+
+
+def test_anthropics_client_hears_what_there_is(server):
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    options = {"model": MODEL, "messages": HELLO}
+    refused = partial(pytest.raises, anthropic.NotFoundError, match="/v1/chat/completions")
+    with refused():
+        client.messages.create(max_tokens=6, **options)
+    with refused(), client.messages.stream(max_tokens=6, **options) as stream:
+        stream.get_final_message()
+    with refused():
+        client.messages.count_tokens(**options)
+
+
 def test_other_endpoints_say_what_there_is(server):
-    names = {"/v1/messages": "Anthropic's API"}
-    for path in ("/v1/responses", "/v1/embeddings", *names):
+    for path in ("/v1/responses", "/v1/embeddings"):
         connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("POST", path, "{}")
         response = connection.getresponse()
         assert response.status == 404
-        assert names.get(path, path) in json.loads(response.read())["error"]["message"]
+        assert path in json.loads(response.read())["error"]["message"]
 
 
 # -- tool calls -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from benchmarks.random_requests import (
     with_template,
 )
 from mlx_h2o.serve.model import chunk_of
+from mlx_h2o.serve.sampling import Sampler
 from mlx_h2o.serve.sequence import Sequence
 from serving import MODEL, Running, alone, serving, until, words
 
@@ -118,6 +120,15 @@ def test_a_seed_changes_no_answer_of_others_and_keeps_none_waiting():
         assert sampled(server, words(9, 30), seed=5) == first
         assert not long.done()
         assert long.result()
+
+
+def test_a_seed_draws_the_same_token_though_the_last_bits_differ():
+    """As they do between a batch and a request alone."""
+    logits = mx.random.normal((1, 5000), key=mx.random.key(0))
+    others = logits + 1e-4 * (mx.arange(5000) < 2500)
+    for seed in range(50):
+        one = Sampler(seed=seed, temperature=1.0)
+        assert one.draw(logits, 0).item() == one.draw(others, 0).item()
 
 
 def test_an_answer_is_continued_with_its_own_tokens_after_a_restart_too(tmp_path):

@@ -115,7 +115,10 @@ class Sampler:
             logprobs = apply_min_p(logprobs, self.min_p)
         if self.top_k:
             logprobs = apply_top_k(logprobs, self.top_k)
-        return mx.random.categorical(logprobs * (1 / self.temperature), key=key)
+        # Gumbel-max. mx.random.categorical looks a number up in the sum of probabilities, where the
+        # last bits of any of them move all tokens that follow.
+        noise = mx.random.gumbel(logprobs.shape, key=key)
+        return mx.argmax(logprobs * (1 / self.temperature) + noise, axis=-1)
 
 
 def _or(value: Any, otherwise: Any) -> Any:
