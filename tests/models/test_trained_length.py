@@ -13,6 +13,7 @@ from mlx_h2o.caches.conversation import past_training
 from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.cli import main
 from mlx_h2o.loading.load import EMBEDDED_MODEL
+from mlx_h2o.serve.app import PAST_TRAINING
 from serving import serving
 
 TRAINED = 2048
@@ -98,11 +99,13 @@ def test_a_chat_tells(embedded):
 
 
 def test_the_server_tells_once(caplog):
-    """Alone and in a batch, and not where a request's positions roll."""
+    """In the log; in a header of each answer, streams too; not where a request's positions roll."""
     body = {"model": "default_model", "prompt": LONG, "max_tokens": 2}
     with serving(long_prompts=True) as running:
-        running.client.completions.create(**body, extra_body={"mlx_h2o": ROLLING})
+        create = running.client.completions.with_raw_response.create
+        rolling = create(**body, extra_body={"mlx_h2o": ROLLING})
+        assert PAST_TRAINING not in rolling.headers
         assert "trained for" not in caplog.text
-        for seed in (None, 3):
-            running.client.completions.create(**body, seed=seed)
+        for stream in (False, True):
+            assert "rolling" in create(**body, stream=stream).headers[PAST_TRAINING]
     assert caplog.text.count("--positions rolling") == 1

@@ -21,6 +21,7 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o.hosts.stock_caches import stock_caches
+from mlx_h2o.serve.access import AccessRules
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.scheduler import EngineSettings
@@ -34,11 +35,19 @@ def plain() -> Iterator[Running]:
         yield running
 
 
-def test_the_server_says_what_a_conversation_takes_at_most(capsys, embedded):
-    with serving():
-        pass
+def test_the_start_says_model_bound_page_key_and_what_a_conversation_takes(capsys, embedded):
+    with serving(aliases={"gpt-4o": MODEL}, bound=64_000_000, host="0.0.0.0") as running:
+        port = running.port
+    told = capsys.readouterr().err
     memory = mlx_h2o.describe(mlx_h2o.make_prompt_cache(embedded[0], SIZE)).memory
-    assert f"a conversation: {memory}" in capsys.readouterr().err
+    assert f"a conversation: {memory}" in told
+    assert f"model: {MODEL}, gpt-4o; KV memory: 64.0 MB for all; no key" in told
+    assert f"page: http://THIS_MACHINE:{port}/" in told
+    assert "Warning: other machines can use this server" in told
+    with serving(rules=AccessRules("sesame")):
+        told = capsys.readouterr().err
+    assert "KV memory: no bound; needs the key" in told
+    assert "Warning" not in told
 
 
 # -- clients --------------------------------------------------------------------------------------

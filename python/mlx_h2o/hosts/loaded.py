@@ -86,10 +86,11 @@ def logits_of(model: nn.Module, tokens: mx.array, cache: Sequence[Any] | None) -
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore afterwards what a model notes in itself; mlx-vlm's M-RoPE positions begin anew."""
-    if host_of(model) is MLX_LM:
-        yield
-        return
+    """Restore afterwards what a model notes in itself; mlx-vlm's M-RoPE positions begin anew.
+
+    gemma3n, for one, writes into its weights. What a probe leaves there is lazy, and another thread
+    could not evaluate it.
+    """
     parts = [(part, dict(part), dict(vars(part))) for _, part in model.named_modules()]
     for part, items, attributes in parts:
         for name in NOTED.intersection(items.keys() | attributes.keys()):

@@ -25,6 +25,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlx_h2o.caches.base import past_training_text
 from mlx_h2o.serve import views
 from mlx_h2o.serve.access import PAGE_ROOT, AccessMiddleware, AccessRules, error_response
 from mlx_h2o.serve.errors import ApiError
@@ -50,7 +51,9 @@ INSTEAD = {
 }
 #: The header that names a request's ignored fields.
 IGNORED = "X-MLX-H2O-Ignored"
-#: The most of them in one header, and in the log in all; and the form of names in a header.
+#: The header of answers beyond the length that the model was trained for.
+PAST_TRAINING = "X-MLX-H2O-Past-Training"
+#: The most ignored fields in one header, and in the log in all; and the form of names in a header.
 MAX_IGNORED, MAX_WARNED = 16, 256
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 #: Headers of answers about the current state, which must not be cached.
@@ -135,7 +138,7 @@ class Service:
                 allow_origins=origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=[IGNORED, "Retry-After"],
+                expose_headers=[IGNORED, PAST_TRAINING, "Retry-After"],
             ),
             Middleware(AccessMiddleware, rules=rules),
         ]
@@ -408,7 +411,7 @@ class Exchange:
         """The answer in one piece."""
         async for _ in self._news():
             pass
-        answer = JSONResponse(self._format.whole(self._choices), headers=self._headers)
+        answer = JSONResponse(self._format.whole(self._choices), headers=self._all_headers())
         await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body})
 
@@ -429,9 +432,18 @@ class Exchange:
             last = b"data: " + error.body() + b"\n\n"
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
+    def _all_headers(self) -> dict[str, str]:
+        """The headers given, and one if the tokens so far are beyond the model's training."""
+        begun = self._choices[0].begun
+        tokens = max(one.ended.tokens if one.ended else 0 for one in self._choices)
+        if begun is None or not begun.trained or begun.prompt + tokens <= begun.trained:
+            return self._headers
+        past = past_training_text(begun.prompt + tokens, begun.trained)
+        return self._headers | {PAST_TRAINING: past}
+
     async def _start(self, send: Any) -> None:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        raw = Response(headers=headers | self._headers).raw_headers
+        raw = Response(headers=headers | self._all_headers()).raw_headers
         raw = [one for one in raw if one[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 

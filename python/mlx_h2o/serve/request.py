@@ -44,10 +44,12 @@ class Begun:
     Attributes:
         prompt: The number of the prompt's tokens.
         prefix: The number of those that caches hold already.
+        trained: The tokens beyond which the model was not trained; 0: unknown, or positions roll.
     """
 
     prompt: int
     prefix: int
+    trained: int = 0
 
 
 @dataclass(frozen=True)

@@ -578,7 +578,8 @@ class Scheduler:
     def _begin_at(self, one: Sequence, cache: list[Any], prefix: int) -> None:
         one.open(cache, prefix)
         if not one.replay:
-            one.deliver(Begun(len(one.prompt.tokens), prefix))
+            trained = 0 if one.plan.rolls else one.served.trained
+            one.deliver(Begun(len(one.prompt.tokens), prefix, trained))
 
     def _read_chunk(self, one: Sequence) -> None:
         assert one.cache is not None
