@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from golden.group import Arrays, Parameters, policy_of
-from mlx_h2o.budgets.settings import Stage
+from mlx_h2o.budgets.growth import Stage
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache

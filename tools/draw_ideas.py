@@ -17,7 +17,7 @@ import numpy as np
 
 import mlx_h2o
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.budgets.plan import stages_of_profile
+from mlx_h2o.budgets.growth import stages_of_profile
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.evaluate.plotting import drawing
 from mlx_h2o.hosts.recorder import LookingCache, Watcher, full_attention, looked_through

@@ -27,9 +27,8 @@ from mlx_lm.models.cache import KVCache
 import mlx_h2o
 from mlx_h2o import cli
 from mlx_h2o.attention.backends.choice import only_reference
-from mlx_h2o.budgets.plan import stages_of_profile
+from mlx_h2o.budgets.growth import Stage, stages_of_profile
 from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.budgets.settings import Stage
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.hosts import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT

@@ -11,7 +11,8 @@ import pytest
 import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.budgets.allocation import check_curves
-from mlx_h2o.budgets.plan import FEWEST_CHOICES, stages_of_model, stages_of_profile
+from mlx_h2o.budgets.growth import stages_of_model, stages_of_profile
+from mlx_h2o.budgets.plan import FEWEST_CHOICES
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.loading.identity import ModelIdentity

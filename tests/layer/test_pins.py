@@ -17,7 +17,8 @@ from covering import covering
 from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, make_prompt_cache, save_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.budgets.allocation import room_for_pins
-from mlx_h2o.budgets.settings import CacheSettings, Stage
+from mlx_h2o.budgets.growth import Stage
+from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.policies import policy_names

@@ -13,7 +13,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.attention.backends.choice import only_reference
-from mlx_h2o.budgets import cost, plan
+from mlx_h2o.budgets import cost, growth
 from mlx_h2o.layer.layer import Layer
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.slots import slot_store
@@ -33,7 +33,7 @@ SOON = 2000
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (slot_store, cost, plan):
+    for module in (slot_store, cost, growth):
         monkeypatch.setattr(module, "FEW", SOON)
 
 
@@ -138,18 +138,14 @@ def test_pins_stay_pinned() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_files_have_what_serves_and_older_ones_are_read() -> None:
+def test_files_have_what_serves() -> None:
     held = fed(SOON - 4, budgets=[24, 31])
     arrays, config = held.state
-    older = arrays | {"slots.positions": arrays["slots.positions"].astype(WIDE)}
-    # As they were before lengths were read off packed rows, and positions narrow.
-    loaded = [H2OKVCache.from_state((a, config)) for a in (arrays, older)]
-    for other in loaded:
-        assert dtype_of(other) == NARROW
-        layer().feed(other, 12)
-    layer().feed(held, 12)
-    for other in loaded:
-        assert_alike(held, other)
+    loaded = H2OKVCache.from_state((arrays, config))
+    assert dtype_of(loaded) == NARROW
+    for each in (held, loaded):
+        layer().feed(each, 12)
+    assert_alike(held, loaded)
     assert dtype_of(H2OKVCache.from_state(held.state)) == WIDE
     for damaged in (mx.int8, mx.uint16, mx.float32):
         hurt = arrays | {"slots.positions": arrays["slots.positions"].astype(damaged)}

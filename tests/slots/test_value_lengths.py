@@ -117,32 +117,6 @@ def test_the_kernels_rank_by_the_ranges_of_all_groups(width: int, dtype: mx.Dtyp
         assert np.array_equal(kernels, definition)
 
 
-def test_a_file_from_before_there_were_lengths_gets_them_of_its_rows() -> None:
-    layer, cache = layer_of(), salient("dense")
-    layer.feed(cache, 70, 10)
-    arrays, config = cache.state
-    older = {name: array for name, array in arrays.items() if "value_lengths" not in name}
-    assert len(older) < len(arrays)
-    loaded = H2OKVCache.from_state((older, config))
-    assert loaded.arrays().keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert mx.array_equal(loaded.arrays()[name], array)
-    layer.feed(loaded, 10)
-
-
-@pytest.mark.parametrize("store", [store for store in STORES if store != "dense"])
-def test_a_file_with_lengths_of_packed_values_loses_them(store: str) -> None:
-    layer, cache = layer_of(), salient(store)
-    layer.feed(cache, 70, 10)
-    arrays, config = cache.state
-    older = dict(arrays)
-    for name in ("slots", "recent") if cache.layer.window else ("slots",):
-        older[f"{name}.value_lengths"] = mx.zeros(arrays[f"{name}.scores"].shape, mx.float16)
-    loaded = H2OKVCache.from_state((older, config))
-    assert loaded.arrays().keys() == arrays.keys()
-    layer.feed(loaded, 10)
-
-
 @pytest.mark.parametrize(
     "damage",
     [

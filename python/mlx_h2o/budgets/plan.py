@@ -2,13 +2,9 @@
 
 `plan_of` decides how rows are stored. The `Plan` that it returns has the slots of each layer on
 average (`means`), of each head by the model's profile (`slots`), and as the conversation grows
-(`stages`). What rows, slots and heads cost is in `budgets/cost.py`.
+(`stages`, by `budgets/growth.py`). What rows, slots and heads cost is in `budgets/cost.py`.
 
-A size, in tokens or in bytes, is a total number of slots. While a conversation has no more tokens
-than there are slots a head, every head keeps all tokens. From then on slots are shared out anew
-whenever the conversation has doubled, by the profile's curves for that length, until the shares are
-those of a long one. Each layer changes by its own offset, so all change at the same token. Where
-positions need more bits (`slots/slot_store.py`), there are fewer slots from then on.
+A size, in tokens or in bytes, is a total number of slots.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from mlx_h2o._checks import MOST_TOKENS
 from mlx_h2o.budgets.allocation import scaled
 from mlx_h2o.budgets.cost import (
     PLAIN_ELEMENT,
@@ -30,23 +25,21 @@ from mlx_h2o.budgets.cost import (
     group_size_of,
     most_slots,
 )
+from mlx_h2o.budgets.growth import Stage, Stages, stages_of_model, starts_narrow, while_narrow
 from mlx_h2o.budgets.profile import LayerFrames, Profile, frames_for
-from mlx_h2o.budgets.settings import ModelSettings, Stage
+from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.budgets.tensor_parallel import Ranks
 from mlx_h2o.policies import Policy
 from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import Packing, group_size_for
 from mlx_h2o.slots.pins import Span, pinned_from
 from mlx_h2o.slots.remainder import SATURATION
-from mlx_h2o.slots.slot_store import FEW
 
 if TYPE_CHECKING:
     from mlx_h2o.slots.rope import Rope
 
 #: A head of a profile needs this many tokens to choose from; with one or two there is no choice.
 FEWEST_CHOICES = 4
-#: Slots per KV head that no conversation fills: later stages would be beyond all positions.
-NEVER_FULL = MOST_TOKENS // 64
 #: Widths of rows to choose from; None for dense rows.
 WIDTHS = (None, 8, 6, 5, 4)
 #: A difference of expected loss too small to choose by. Of widths this near to the least loss the
@@ -285,9 +278,6 @@ def _packing(bits: int | None, group_size: int) -> Packing:
 
 
 # -- the slots of every layer and head -------------------------------------------------------------
-
-#: A layer's slots of each KV head, at first and in later stages.
-Stages = tuple[tuple[int, ...], tuple[Stage, ...]]
 
 
 @dataclass(frozen=True)
@@ -576,82 +566,3 @@ class Plan:
             return [(tuple(of_layer), ()) for of_layer in self.slots]
         least = self._least_beside_pins(min(self.means))
         return stages_of_model(self.slots, self.means, least, self.profile)
-
-
-def stages_of_model(
-    sizes: Sequence[Sequence[int]], means: Sequence[int], least: int, profile: Profile
-) -> list[Stages]:
-    """Each layer's stages: no token is evicted while all of them fit.
-
-    Layers whose rows have different widths have different means. Their slots are shared out once,
-    when the first of them is full, since each layer's size at a stage in between is not known.
-
-    Args:
-        sizes: Slots of each layer's KV heads in the end.
-        means: Mean slots of each layer's KV heads, before a profile shares them out.
-        least: Slots that every head must have.
-        profile: The profile by which they were shared out.
-    """
-    if min(means) >= NEVER_FULL:
-        return [((mean,) * len(of), ()) for mean, of in zip(means, sizes, strict=True)]
-    if len(set(means)) > 1:
-        full = min(means)
-        return [
-            ((mean,) * len(of_layer), (Stage(full, tuple(of_layer)),))
-            for mean, of_layer in zip(means, sizes, strict=True)
-        ]
-    first, *later = stages_of_profile(profile, means[0], least)
-    return [
-        (
-            tuple(first[1][layer]),
-            tuple(Stage(beyond, tuple(budgets[layer])) for beyond, budgets in later),
-        )
-        for layer in range(len(sizes))
-    ]
-
-
-def stages_of_profile(profile: Profile, mean: int, least: int) -> list[tuple[int, list[list[int]]]]:
-    """The shares of slots as a conversation grows.
-
-    Args:
-        profile: The model's profile.
-        mean: Slots per KV head on average, the same at every stage.
-        least: Slots that every head must have.
-
-    Returns:
-        The tokens from which each stage applies, and slots `[layers][H]`. The first stage applies
-        from 0 and is uniform, the last has the profile's budgets.
-    """
-    stages = [(0, [[mean] * heads for heads in profile.model.kv_heads])]
-    beyond = mean
-    # At least one stage is capped at its length; more follow while the profile's grid is longer.
-    while 2 * beyond < profile.grid[-1] or beyond == mean:
-        stages.append((beyond, profile.budgets(mean, least, 2 * beyond)))
-        beyond *= 2
-    stages.append((beyond, profile.budgets(mean, least)))
-    return stages
-
-
-def starts_narrow(max_bytes: int | None, undo: int, attending: bool) -> bool:
-    """Whether slots are first counted with narrow positions.
-
-    That needs a size in bytes, which a later stage can keep to; it excludes steps to undo and
-    models that compute attention themselves.
-
-    Args:
-        max_bytes: The size, if it is in bytes.
-        undo: Steps that can be taken back.
-        attending: Whether this library computes the attention.
-    """
-    return max_bytes is not None and not undo and attending
-
-
-def while_narrow(narrow: Stages, wide: Stages) -> Stages:
-    """One layer's stages: with narrow positions at first, then with wide ones."""
-    (budgets, before), (first, later) = narrow, wide
-    narrow_stages = [first, *(stage.budgets for stage in later if stage.beyond <= FEW)]
-    return budgets, (
-        *(stage for stage in before if stage.beyond < FEW),
-        Stage(FEW, narrow_stages[-1]),
-        *(stage for stage in later if stage.beyond > FEW),
-    )

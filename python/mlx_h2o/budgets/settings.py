@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from mlx_h2o import _checks
 from mlx_h2o._byte_size import Share, memory_size
 from mlx_h2o.budgets.allocation import room_for_pins
+from mlx_h2o.budgets.growth import Stage, checked_filling, due
 from mlx_h2o.budgets.options import NAMES, CacheOptions, LayerBudgets, completed
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.tensor_parallel import checked_ranks
@@ -33,20 +34,6 @@ POSITIONS = ("absolute", "rolling")
 PROFILES = ("first use", "never")
 # The default policy in models that compute attention themselves, in its form by keys alone.
 DEFAULT_UNSEEN = "distinct"
-#: Most stages of one layer in a file: tokens double from stage to stage.
-MOST_STAGES = 64
-
-
-class Stage(NamedTuple):
-    """The slots of a layer's heads from some length on.
-
-    Attributes:
-        beyond: Tokens of the conversation from which the stage applies.
-        budgets: Slots of each KV head.
-    """
-
-    beyond: int
-    budgets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ class CacheSettings:
         saturation: t of the remainder's term (`Remainder.column`), for all KV heads or for each; 0
             is first order.
         frame: The key scaling (`Frame`) of packed keys, or None.
-        filling: Budgets that follow as the conversation grows (`budgets/plan.py`); `budgets` are
+        filling: Budgets that follow as the conversation grows (`budgets/growth.py`); `budgets` are
             those of a shorter one.
         rope: The keys' RoPE, if queries see them at positions without gaps (`slots/rope.py`).
         ranks: Processes that share the layer's KV heads (`budgets/tensor_parallel.py`).
@@ -463,33 +450,6 @@ def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
         f"the model's caches, or a function of a cache's index and KV heads; got "
         f"{_checks.shown(budgets)}."
     )
-
-
-def checked_filling(stages: Any) -> tuple[Stage, ...]:
-    """The stages to come, in order.
-
-    Raises:
-        ValueError: They are invalid.
-    """
-    if not _checks.is_list(stages) or len(stages) > MOST_STAGES:
-        raise ValueError(
-            f"filling must be a list of (tokens, budgets); got {_checks.shown(stages)}."
-        )
-    out: list[Stage] = []
-    for stage in stages:
-        if not _checks.is_list(stage) or len(stage) != 2:
-            raise ValueError(
-                f"filling must be a list of (tokens, budgets); got {_checks.shown(stage)}."
-            )
-        least = out[-1].beyond + 1 if out else 1
-        beyond = _checks.whole("filling", stage[0], least)
-        out.append(Stage(beyond, _checks.wholes("filling", stage[1])))
-    return tuple(out)
-
-
-def due(stages: Sequence[Stage], tokens: int) -> int:
-    """How many of the stages apply when so many tokens have come."""
-    return sum(stage.beyond < tokens for stage in stages)
 
 
 def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:

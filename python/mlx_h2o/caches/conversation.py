@@ -10,7 +10,8 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_h2o.budgets.allocation import TooManyPins, room_for_pins
-from mlx_h2o.budgets.settings import CacheSettings, Stage
+from mlx_h2o.budgets.growth import Stage
+from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache, past_training_text
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.recorder import trained_context

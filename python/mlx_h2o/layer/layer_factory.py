@@ -10,14 +10,12 @@ import mlx.core as mx
 from mlx_h2o.attention.backends.choice import has_ranges, pack
 from mlx_h2o.attention.ops import FLOAT_DTYPES
 from mlx_h2o.budgets.cost import LayerShare, RowWidths, slots_for_bytes
-from mlx_h2o.budgets.plan import starts_narrow, while_narrow
-from mlx_h2o.budgets.settings import CacheSettings, Stage
+from mlx_h2o.budgets.growth import Stage, starts_narrow, while_narrow
+from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.layer import saved_state
 from mlx_h2o.layer.eviction import recent_size
 from mlx_h2o.layer.layer import Layer, RowType, new_fields
-from mlx_h2o.policies import Policy
 from mlx_h2o.policies.shapes import check_shapes
-from mlx_h2o.slots.packed import Packing, value_lengths
 from mlx_h2o.slots.paged_slots import PagedSlotStore
 from mlx_h2o.slots.remainder import Remainder, plain_rows_for
 from mlx_h2o.slots.slot_store import SlotStore, position_dtype, under
@@ -154,7 +152,6 @@ def restored(
     numbers = saved_state.checked_window(config, policy, packing)
     runs = saved_state.checked_runs(config, policy, numbers)
     saved_state.check_arrays(arrays, runs, policy, packing, remembers, numbers)
-    arrays = _with_value_lengths(arrays, policy, packing)
     newest = config["offset"] - (numbers["length"] if numbers else 0)
     saved_state.check_indices(arrays, runs, config["reserved"], settings, newest)
     fields = under("slots.", arrays)
@@ -174,10 +171,8 @@ def restored(
     remainder = Remainder.empty(B, heads, widths.key, widths.value)
     if remembers:
         remainder = Remainder(**under("remainder.", arrays))
-    # Files from before turns were added have no position from which ages count.
-    aged_from = config.get("aged_from", 0)
     of_arrays = store, remainder, window, arrays.get("victims")
-    return Layer(settings, types, *of_arrays, config["offset"], aged_from), share
+    return Layer(settings, types, *of_arrays, config["offset"], config["aged_from"]), share
 
 
 def _store_class(settings: CacheSettings) -> type[SlotStore]:
@@ -187,22 +182,6 @@ def _store_class(settings: CacheSettings) -> type[SlotStore]:
 def lies_in_range(settings: CacheSettings) -> bool:
     """Whether slots should lie in a reserved range: not where a journal keeps whole fields."""
     return has_ranges() and not settings.undo
-
-
-def _with_value_lengths(
-    arrays: dict[str, mx.array], policy: Policy, packing: Packing
-) -> dict[str, mx.array]:
-    """The arrays with exactly those lengths of values that the slots and the recent window keep.
-
-    Older files have them of packed values too, or lack them.
-    """
-    if not policy.keeps_value_lengths(packing):
-        return {n: array for n, array in arrays.items() if not n.endswith(".value_lengths")}
-    if saved_state.has_value_lengths(arrays, policy):
-        return arrays
-    prefixes = ("slots.", "recent.") if packing.recent else ("slots.",)
-    lengths = {f"{at}value_lengths": value_lengths(arrays[f"{at}values"]) for at in prefixes}
-    return arrays | lengths
 
 
 def _types_and_widths(

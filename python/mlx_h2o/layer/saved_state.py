@@ -20,7 +20,7 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import BIASES, SCALES, Packing
-from mlx_h2o.slots.remainder import SATURATION, STATISTICS
+from mlx_h2o.slots.remainder import STATISTICS
 from mlx_h2o.slots.slot_store import NARROW, WIDE, Run
 
 MOST_SHARERS = 2**10
@@ -118,14 +118,13 @@ def settings_of(
         config["remainder"],
         Packing(**config["packing"]),
         config["attending"],
-        # Files from before `undo`, or before one t for each head, have none of these.
-        config.get("undo", 0),
-        config.get("saturation", SATURATION),
+        config["undo"],
+        config["saturation"],
         frame,
-        filling=config.get("filling", ()),
+        filling=config["filling"],
         rope=rope,
         ranks=config.get("ranks", 1),
-        pins=config.get("pins", ()),
+        pins=config["pins"],
     )
     share = None
     if config.get("share"):
@@ -138,7 +137,7 @@ def settings_of(
 def check_ranges(config: dict[str, Any]) -> None:
     """Check the numbers of a cache that are not settings and need no arrays to compare with."""
     _checks.whole("offset", config["offset"], 0, MOST_TOKENS)
-    _checks.whole("aged_from", config.get("aged_from", 0), 0, max(config["offset"] - 1, 0))
+    _checks.whole("aged_from", config["aged_from"], 0, max(config["offset"] - 1, 0))
     if config["own"] not in (None, True, False):
         raise ValueError(f"own must be true, false or null; got {_checks.shown(config['own'])}.")
 
@@ -248,7 +247,7 @@ def check_arrays(
     expected["slots.positions"] = (batch, slots), NARROW if positions == NARROW else WIDE
     if policy.needs_attention:
         expected["slots.scores"] = (batch, slots), mx.float32
-    measured = has_value_lengths(arrays, policy)
+    measured = policy.keeps_value_lengths(packing)
     if measured:
         expected["slots.value_lengths"] = (batch, slots), mx.float16
     if remembers:
@@ -274,15 +273,6 @@ def check_arrays(
         array = arrays[name]
         if (array.shape, array.dtype) != (shape, dtype):
             raise ValueError(f"{name} must be {shape} {dtype}; it is {array.shape} {array.dtype}.")
-
-
-def has_value_lengths(arrays: Arrays, policy: Policy) -> bool:
-    """Whether the lengths of values are among the arrays.
-
-    `layer_factory.restored` makes those that older files lack, and drops those of packed values,
-    which older files have.
-    """
-    return policy.uses_value_lengths and "slots.value_lengths" in arrays
 
 
 def row_type(name: str, arrays: Arrays, packing: Packing) -> tuple[int, mx.Dtype]:
