@@ -90,7 +90,6 @@ def refusal(options, capsys, after_work=False):
         ),
         (["inspect", "--tokens", "1e3"], "--tokens: it must be a whole number; got '1e3'"),
         (["benchmarks", "--rounds", "0"], "--rounds must be at least 1"),
-        (["generate", "--image", "a.png"], "--image: mlx-vlm's own command sees images"),
         (["generate"], 'a prompt is needed: --prompt "Once upon a time", or --prompt -'),
         ([*PROMPT, "--save-prompt-cache", "folder"], "no file that could be replaced"),
         ([*PROMPT, "--save-prompt-cache", "file/chat"], "there is no folder"),
@@ -396,12 +395,6 @@ def test_programs_that_import_the_package_keep_their_ctrl_c():
 def test_streamed_text_ends_with_a_newline(capsys):
     assert main([*PROMPT, "-m", "3"]) == 0
     assert capsys.readouterr().out.endswith("\n")
-
-
-def test_the_prompt_may_be_piped(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("Anne and Toby"))
-    assert main(["generate", *EMBEDDED, "--prompt", "-", "-m", "2"]) == 0
-    assert capsys.readouterr().out
 
 
 def test_what_is_not_utf_8_is_told_in_one_line(monkeypatch, tmp_path, capsys):

@@ -98,7 +98,7 @@ def test_slots_that_a_short_prompt_leaves_unused_are_not_counted(model, prompt):
     assert plan.kv <= told <= plan.kv + pages
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk", [pytest.param(64, marks=pytest.mark.slow), 512, 2048])
 @pytest.mark.parametrize(
     ("family", "window"), [("qwen3", 0), ("gemma3_text", 16), ("gemma3_text", 512), ("gpt_oss", 16)]

@@ -114,7 +114,7 @@ def test_a_seed_changes_no_answer_of_others_and_keeps_none_waiting():
     with serving() as server, ThreadPoolExecutor(4) as pool:
         first = sampled(server, words(9, 30), seed=5)
         assert len({sampled(server, words(9, 30)) for _ in range(4)}) > 1
-        long = pool.submit(sampled, server, words(40, 30), 400, seed=1)
+        long = pool.submit(sampled, server, words(40, 30), 150, seed=1)
         until(lambda: server.scheduler.slots > 0)
         # Beside a long answer with a seed, others are answered, and have the seed's own answer.
         assert sampled(server, words(9, 30), seed=5) == first
@@ -152,7 +152,7 @@ def test_an_answer_is_continued_with_its_own_tokens_after_a_restart_too(tmp_path
 
 
 def test_a_prompt_beyond_training_is_a_400_unless_it_is_wanted():
-    body = {"prompt": words(0, 4000), "max_tokens": 1}
+    body = {"prompt": words(0, 2000), "max_tokens": 1}
     with serving() as server:
         connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("POST", "/v1/completions", json.dumps(body))

@@ -118,17 +118,6 @@ def test_an_unknown_model_is_a_404_and_an_alias_is_known(plain):
         assert [one.id for one in running.client.models.list()] == [MODEL, "gpt-4o"]
 
 
-def test_a_seed_is_honoured(plain):
-    options = {"seed": 5, "extra_body": None}
-    sampled = [
-        plain.client.completions.create(
-            model=MODEL, prompt=words(9, 30), max_tokens=8, temperature=1.0, **options
-        )
-        for _ in range(2)
-    ]
-    assert sampled[0].choices[0].text == sampled[1].choices[0].text
-
-
 # -- what is refused ------------------------------------------------------------------------------
 
 

@@ -135,14 +135,6 @@ def test_a_sampler_that_raises_gives_its_own_request_alone_a_500(server, embedde
     until(lambda: server.scheduler.ledger.reserved == 0)
 
 
-def test_one_with_a_seed_gets_a_500_too(server, breaking, embedded):
-    breaking.at = 1
-    with pytest.raises(openai.InternalServerError, match="out of memory"):
-        server.ask(words(0, 30), 4, seed=3)
-    until(lambda: server.scheduler.ledger.reserved == 0)
-    assert server.ask(words(40, 30), 6) == alone(embedded, words(40, 30), 6)
-
-
 def test_a_loop_that_breaks_off_begins_anew(server, breaking, embedded, monkeypatch):
     """What goes wrong outside of a step fails all that run, and no one who comes later."""
     scheduler = server.scheduler

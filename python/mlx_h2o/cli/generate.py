@@ -52,7 +52,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--prompt", "-p", metavar="TEXT", help='the message; "-" reads standard input'
     )
-    parser.add_argument("--image", help=argparse.SUPPRESS)  # refused
     parser.add_argument("--system-prompt", metavar="TEXT", help="for the model's chat template")
     add_sampling_options(parser, max_tokens=100)
     add_cache_options(parser)
@@ -163,13 +162,6 @@ def begin(
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for values that would fail only after the model is loaded."""
-    if args.image is not None:
-        raise ValueError(
-            "--image: mlx-vlm's own command sees images, and this bounds it: python -c "
-            "\"import mlx_h2o; mlx_h2o.install(max_bytes='64MB'); "
-            'from mlx_vlm.generate.dispatch import main; main()" '
-            f"--image {args.image} --model ... --prompt ..."
-        )
     if args.prompt is None:
         raise ValueError(
             'a prompt is needed: --prompt "Once upon a time", or --prompt - to read it from '
