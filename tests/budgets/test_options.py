@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def test_every_option_is_explained_where_it_is_written():
                     assert isinstance(text, ast.Expr), ast.unparse(field)
                     explained.append(field.target.id)
     assert set(explained) == set(options.NAMES)
+    text = inspect.getdoc(mlx_h2o.make_prompt_cache)  # which help() shows
+    for name in options.NAMES:
+        assert re.search(rf"^ +([\w, ]+, )?{name}(, \w+)*: ", text, re.MULTILINE), name
 
 
 def test_every_default_is_what_the_function_takes_for_it():

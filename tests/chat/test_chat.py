@@ -128,6 +128,8 @@ def test_pasted_lines_are_one_message_and_ctrl_c_twice_saves(tmp_path):
     os.write(chat.master, b"\x1b[200~Anne went home.\nToby stayed.\x1b[201~\r")
     answer = chat.read_until("tokens/s]\r\n") + chat.read_until(ready)
     assert answer.count(" peak while reading ") == 1
+    os.write(chat.master, b"\x1b[A")  # arrow up: the last message again
+    chat.read_until("Toby stayed.")
     os.write(chat.master, b"\x03")
     chat.read_until("ends the chat]\r\n")
     chat.read_until(ready)

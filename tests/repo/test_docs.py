@@ -70,6 +70,8 @@ def test_readme_shows_python():
         assert FENCE.search(page.read_text()), page
     readme = (ROOT / "README.md").read_text()
     assert PRINTS.match(readme, FENCE.search(readme).end())
+    names = re.findall(r"\bmlx_h2o\b[. ]*(\w+)", "".join(FENCE.findall(readme)))
+    assert set(names) <= set(mlx_h2o.__all__)  # nothing that is private
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,32 @@ def test_every_public_name_is_there_and_type_checkers_see_the_same():
     assert sorted(dir(mlx_h2o)) == sorted([*mlx_h2o.__all__, "__version__"])
 
 
+TYPED = """
+import mlx_h2o
+
+print(mlx_h2o.describe(mlx_h2o.load_prompt_cache("file")))
+cache, metadata = mlx_h2o.load_prompt_cache("file", return_metadata=True)
+text: str = metadata["text"]
+mlx_h2o.resize(cache, max_bytes="25%")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "checker",
+    ["mypy --strict", f"basedpyright --level error --pythonpath {sys.executable}"],
+    ids=["mypy", "pyright"],
+)
+def test_type_checkers_know_what_a_file_gives(checker, tmp_path):
+    """`.ci/run` installs the second, which is large."""
+    name, *options = checker.split()
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    (tmp_path / "typed.py").write_text(TYPED)
+    command = [sys.executable, "-m", name, *options, str(tmp_path / "typed.py")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+
+
 def test_a_name_that_there_is_not():
     with pytest.raises(AttributeError, match="module 'mlx_h2o' has no attribute 'make_cache'"):
         mlx_h2o.make_cache  # noqa: B018

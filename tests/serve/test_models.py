@@ -17,6 +17,7 @@ from mlx_h2o.cli import parser
 from mlx_h2o.cli.serve import settings_of
 from mlx_h2o.loading.load import MODELS
 from mlx_h2o.serve.models import file_bytes
+from mlx_h2o.serve.sessions import Limits
 from serving import MODEL, Running, alone, serving, until, words
 
 PROMPT = words(0, 30)
@@ -129,3 +130,4 @@ def test_the_options_of_models_and_memory():
     assert settings.engine.models == (MODEL,)
     assert (settings.engine.bound, settings.engine.memory) == (Share(0.25), 10**9)
     assert settings.aliases == {"a": MODEL, "b": MODEL}
+    assert settings.engine.limits == Limits(10_000_000_000, 30)  # of one-off questions, too

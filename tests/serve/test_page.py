@@ -121,6 +121,17 @@ def test_a_chat_is_watched_pinned_and_halved(browser, server):
         assert "".join(outline["texts"]).rstrip().endswith(answer.rstrip())
         expect(page.locator("#status")).to_have_text(f"The model says: {answer}")
         expect(page.locator("#log .more")).to_contain_text("Cut at its limit.")
+        expect(page.locator("#log .more")).to_contain_text("tokens/s")
+        expect(page.locator("#bar-legend")).to_have_text("this chatother chatsbeing answered")
+        expect(page.locator("#bar-legend")).to_be_visible()
+        word = page.locator("#text .w:not(.gone)").first
+        assert "of the heads" in word.get_attribute("aria-description")
+        # As from another machine without TLS, where browsers give pages no clipboard.
+        page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+        page.locator("#log .more button").filter(has_text="Copy").click()
+        page.locator("#question").press("Control+v")
+        expect(page.locator("#question")).to_have_value(answer)
+        page.locator("#question").fill("")
         spans = shares_on_page(page)
         assert (spans[0][0], spans[-1][1]) == (0, len(outline["texts"]))
         for first, end, shade, painted in spans:
