@@ -323,6 +323,20 @@ def test_a_missing_backend_is_told_with_what_to_do(program, tmp_path):
     assert "pip install 'mlx[cpu]'" in run.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("package", ["starlette", "prometheus_client"])
+def test_a_server_without_its_packages_names_them(package, tmp_path):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name={package!r})")
+    run = subprocess.run(
+        [*COMMAND, "serve", *EMBEDDED],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert "pip install starlette uvicorn pydantic" in line
+
+
 # -- ends -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import mlx.core as mx
 import pytest
@@ -9,18 +10,19 @@ import pytest
 import mlx_h2o
 from mlx_h2o.cli import main
 from mlx_h2o.cli.tune import allowed
+from mlx_h2o.evaluate.charts import svg
 from mlx_h2o.evaluate.equal_bytes import bytes_of
 from mlx_h2o.evaluate.evaluation import Evaluation
 from mlx_h2o.evaluate.measures import PerplexityMeasure
 from mlx_h2o.evaluate.methods import FULL, sized
 from mlx_h2o.evaluate.reader import Reader
-from mlx_h2o.evaluate.tuning import answer_of, choices, recommended, tuned_methods
+from mlx_h2o.evaluate.tuning import answer_of, choices, recommended, section, tuned_methods
 from mlx_h2o.loading.load import SAMPLE_TEXT
 
 
-def made_of(losses, spread=0.0):
+def made_of(losses, spread=0.0, shares=(0.5, 0.25, 0.125)):
     """Choices of the given losses, one for each method, larger caches first."""
-    methods = tuned_methods(["salient"], [16], [0.5, 0.25, 0.125])
+    methods = tuned_methods(["salient"], [16], shares)
     full = {"nll": [1.0, 2.0, 3.0], "nbytes": 1000}
     results = []
     for method, loss in zip(methods[1:], losses, strict=True):
@@ -96,6 +98,13 @@ def test_the_answer_is_a_sentence():
     assert answer_of(chosen, 0.01, "your text").startswith("On your text ")
     assert "+0.40 %" in answer_of(made_of([0.004] * 6)[0], 0.01, "your text")
     assert "allow more bytes" in answer_of(None, 0.01, "your text")
+
+
+def test_the_charts_axis_is_a_scale():
+    """It has no label a point."""
+    made = made_of([0.01] * 80, shares=[(50 - i) / 100 for i in range(40)])
+    labels = re.findall(r"<text[^>]*>1/\d+</text>", svg(section(made, None, 0.01).charts[0]))
+    assert 2 < len(labels) < 9
 
 
 @pytest.mark.parametrize(("text", "loss"), [("1%", 0.01), ("0.02", 0.02), ("0", 0.0)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 import time
 from itertools import combinations, product
@@ -59,6 +61,17 @@ def test_what_was_touched_last_comes_first(rest: ModuleType) -> None:
     assert {"test-metal", "test-sanitize"} <= set(order[1:5])
     assert sorted(order) == sorted(rest.AREAS)
     assert rest.ordered([]) == list(rest.AREAS)
+
+
+def test_missing_tools_are_named_once(tmp_path):
+    """And are no error: what needs them is skipped."""
+    (tmp_path / "bash").symlink_to(shutil.which("bash"))
+    ran = subprocess.run(
+        [shutil.which("make"), "-s", "missing-tools"], cwd=ROOT, env={"PATH": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("no ")]
+    assert [line.split(":")[0][3:] for line in lines][::2] == ["C++ compiler", "Chromium"]
 
 
 def test_failures_count_and_what_did_not_finish_is_told(

@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         from mlx_h2o.serve.launch import serve
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "h11", "pydantic"):
+        if error.name not in ("starlette", "uvicorn", "h11", "pydantic", "prometheus_client"):
             raise
         raise ValueError(
             "the server needs more packages: pip install starlette uvicorn pydantic "
