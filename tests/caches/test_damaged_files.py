@@ -74,7 +74,7 @@ def test_settings_out_of_range_are_refused_though_the_digest_fits(tmp_path, befo
 
 def test_damaged_files_are_refused_or_safe(tmp_path):
     # Some are harmless (a weight, a window); were all refused, nothing would have been run.
-    assert 10 < survived(tmp_path, seed=0, count=300) < 200
+    assert 5 < survived(tmp_path, seed=0, count=150) < 100
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_thousands_of_damaged_files_are_refused_or_safe(tmp_path, seed):
 
 def test_damaged_gguf_files_are_refused_or_safe(tmp_path):
     # As above: a model whose numbers are others is still a model.
-    assert 30 < survived(tmp_path, 0, 300, gguf_mutants.__file__) < 150
+    assert 15 < survived(tmp_path, 0, 150, gguf_mutants.__file__) < 75
 
 
 @pytest.mark.slow
