@@ -4,9 +4,11 @@
     python tools/results.py "mlx_h2o demo"         the blocks whose command begins so
     python tools/results.py --list                 the commands, and when each was printed
 
-A block begins with its command and ends with `<!-- end -->`:
+A block begins with a mark and its command, and ends with `<!-- end -->`:
 
-    <!-- results: mlx_h2o evaluate --preset compare -->
+    <!-- results -->
+
+        mlx_h2o evaluate --preset compare
 
 The JSON file beside the page holds for each command its settings, when and where it was printed,
 and the tables as columns and rows. A block without settings was printed before settings were
@@ -37,7 +39,7 @@ sys.path.append(str(ROOT))  # for research, when this runs as a script
 README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs" / "results").glob("*.md")))
 BLOCK = re.compile(
-    r"^<!-- results: (?P<command>[^\n]*?) -->\n(?P<body>.*?)^<!-- end -->$",
+    r"^<!-- results -->\n\n {4}(?P<command>[^\n]+)\n(?P<body>.*?)^<!-- end -->$",
     re.MULTILINE | re.DOTALL,
 )
 TABLE = re.compile(r"(?:^([^|\n]+)\n\n)?((?:^\|.*\n)+)", re.MULTILINE)
@@ -123,7 +125,6 @@ def tables_in(body: str) -> list[dict[str, Any]]:
     tables = []
     for title, text in TABLE.findall(body):
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-        title = "" if title.startswith("    ") else title
         tables.append({"title": title, "columns": rows[0], "rows": rows[2:]})
     return tables
 
@@ -148,7 +149,7 @@ def write_records(page: Path, records: dict[str, Any]) -> None:
 
 def block_text(command: str, body: str) -> str:
     """A block's text in a page."""
-    return f"<!-- results: {command} -->\n\n{body}\n<!-- end -->"
+    return f"<!-- results -->\n\n    {command}\n\n{body}\n<!-- end -->"
 
 
 def printed(block: Block, commit: str) -> Block:
@@ -160,8 +161,7 @@ def printed(block: Block, commit: str) -> Block:
     # rich pads the lines around a table.
     lines = "\n".join(line.rstrip() for line in table.strip().splitlines())
     lines = re.sub(r"\n{3,}", "\n\n", lines)
-    body = f"    {block.command}\n\n{lines}\n\n{note}"
-    return Block(block.page, block.command, settings, body)
+    return Block(block.page, block.command, settings, f"{lines}\n\n{note}")
 
 
 def _output_of(command: list[str]) -> str:
