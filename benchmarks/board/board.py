@@ -106,7 +106,12 @@ def plans_of(reader: Reader, sizes: Sizes, words: Sequence[str] = ()) -> list[Pl
     for kind in KINDS if sizes.ruler else ():
         make = partial(ruler_task, reader, kind, P, sizes.ruler)
         made.append(Plan(f"{RULER} {kind}", make, share=RULER_SHARE))
-    return [plan for plan in made if not words or any(word in plan.name for word in words)]
+    return [plan for plan in made if is_chosen(plan.name, words)]
+
+
+def is_chosen(task: str, words: Sequence[str]) -> bool:
+    """Whether a task's name contains one of some words; none means all."""
+    return not words or any(word in task for word in words)
 
 
 def cells_of(

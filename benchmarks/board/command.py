@@ -21,12 +21,13 @@ from benchmarks.board import (
     packed_packages,
     turboquant,
 )
-from benchmarks.board.board import Sizes, measure, plans_of, protocol_of
+from benchmarks.board.board import Sizes, is_chosen, measure, plans_of, protocol_of
 from benchmarks.board.cells import Cell, Outcome, Record
 from benchmarks.board.chart import draw
 from benchmarks.board.reading import plain
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tables import LOST_COLUMNS, failures, lost, settings_of, table, tables_of
+from benchmarks.board.tasks import MEMORY
 from mlx_h2o._blas import use_openblas
 from mlx_h2o._files import cache_folder
 from mlx_h2o._progress import progress_bar
@@ -169,10 +170,16 @@ def run(args: argparse.Namespace) -> None:
         of_model = now + (until - now) / (len(args.model) - i)
         reader, record, left = measured(model, sizes, rivals, args, of_model)
         missing += [f"{model}: {left} cells were not measured in the time given."] if left else []
-        outcomes |= record.outcomes
+        # The record may have more; the texts' tables give the memory, too.
+        chosen = {
+            cell: one
+            for cell, one in record.outcomes.items()
+            if cell.task == MEMORY or is_chosen(cell.task, args.tasks)
+        }
+        outcomes |= chosen
         full, element = plain(reader.model, sizes.prompt), element_of(reader)
-        parts += tables_of(record.outcomes, model, rivals, sizes.shares, full, element)
-        behind += lost(record.outcomes, model, rivals, sizes.shares)
+        parts += tables_of(chosen, model, rivals, sizes.shares, full, element)
+        behind += lost(chosen, model, rivals, sizes.shares)
     print("\n".join([*parts, *missing]))
     print("## Where we lose\n")
     print(
