@@ -593,6 +593,10 @@ def test_the_command_measures_draws_and_goes_on(
     elsewhere = ["--record", str(tmp_path / "elsewhere"), "--resume", "--minutes", "-1"]
     assert command.main([*options, *elsewhere]) == 0
     assert capsys.readouterr().out == first
+    assert command.main([*options, *elsewhere, "--tasks", "texts"]) == 0
+    of_texts = capsys.readouterr().out
+    assert "2 samples of texts" in of_texts
+    assert "several speakers" not in of_texts
     # Out of time at once: nothing is measured, which is said.
     assert command.main([*options, "--minutes", "-1"]) == 0
     assert "29 cells were not measured in the time given." in capsys.readouterr().out
