@@ -13,17 +13,7 @@ import Testing
         stock: Bool = false, stop: Int = Letters.end, count: TokenCount = TokenCount(),
         script: Script? = nil
     ) throws -> ModelContainer {
-        let data = Data(ModelTests.config.utf8)
-        // A random state of its own, since other suites run at the same time.
-        let inner = try withRandomState(MLXRandom.RandomState(seed: 7)) { () -> any LLMModel in
-            let model: any LLMModel =
-                stock
-                ? Qwen3Model(try JSONDecoder().decode(Qwen3Configuration.self, from: data))
-                : try H2OTransformer(
-                    configurationData: data, h2o: H2OConfiguration(budget: .tokens(40)))
-            eval(model)
-            return model
-        }
+        let inner: any LLMModel = stock ? try ModelTests.stock() : try ModelTests.own()
         let tokenizer = Letters()
         return ModelContainer(
             context: ModelContext(

@@ -16,18 +16,27 @@ import Testing
         """
 
     static func stock() throws -> Qwen3Model {
-        MLXRandom.seed(7)
-        let model = Qwen3Model(
-            try JSONDecoder().decode(Qwen3Configuration.self, from: Data(config.utf8)))
-        eval(model)
-        return model
+        try drawn {
+            Qwen3Model(try JSONDecoder().decode(Qwen3Configuration.self, from: Data(config.utf8)))
+        }
     }
 
     static func own(_ type: String = "qwen3") throws -> H2OTransformer {
-        MLXRandom.seed(7)
         let text = config.replacingOccurrences(of: "qwen3", with: type)
-        return try H2OTransformer(
-            configurationData: Data(text.utf8), h2o: H2OConfiguration(budget: .tokens(40)))
+        return try drawn {
+            try H2OTransformer(
+                configurationData: Data(text.utf8), h2o: H2OConfiguration(budget: .tokens(40)))
+        }
+    }
+
+    /// A model with random weights of its own: the global random state is shared by all suites, which
+    /// run at the same time.
+    static func drawn<M: Module>(_ model: () throws -> M) throws -> M {
+        try withRandomState(MLXRandom.RandomState(seed: 7)) {
+            let model = try model()
+            eval(model)
+            return model
+        }
     }
 
     static func generated(

@@ -13,12 +13,9 @@ import Testing
         // With a head of its own it says more than what it heard last.
         let config = ModelTests.config.replacingOccurrences(of: "true", with: "false")
             .replacingOccurrences(of: "layers\": 3", with: "layers\": 2")
-        // A random state of its own, since other suites run at the same time.
-        return try withRandomState(MLXRandom.RandomState(seed: 7)) {
-            let model = try H2OTransformer(
+        return try ModelTests.drawn {
+            try H2OTransformer(
                 configurationData: Data(config.utf8), h2o: H2OConfiguration(budget: .tokens(40)))
-            eval(model)
-            return model
         }
     }
 

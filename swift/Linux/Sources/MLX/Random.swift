@@ -24,6 +24,8 @@ public enum MLXRandom {
         public func next() -> MLXArray {
             lock.withLock {
                 let (kept, given) = MLXRandom.split(key: state)
+                // Unevaluated, both would belong to one graph, and perhaps to two threads.
+                eval(kept, given)
                 state = kept
                 return given
             }
