@@ -386,4 +386,5 @@ def test_evicted_facts_are_found_again(tmp_path):
             return make_prompt_cache(model, 40, bits=6, spill=spill)
 
         found[spill is not None] = sum(recall(model, task, make, "recall").known)
-    assert found[True] - found[False] >= 2
+    assert found[False] <= 1
+    assert found[True] == 3
