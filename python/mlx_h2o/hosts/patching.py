@@ -16,11 +16,12 @@ def replace_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
     Args:
         pairs: Each old object, and what comes into its place.
     """
-    new_by_id = {id(old): new for old, new in pairs}
+    # The pair keeps the old object alive, so that no other one gets its id.
+    by_id = {id(pair[0]): pair for pair in pairs}
     # A copy is one step of the interpreter: other threads may import meanwhile.
     for name, module in sys.modules.copy().items():
         if name == "mlx_h2o" or name.startswith("mlx_h2o."):
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in new_by_id:
-                setattr(module, attribute, new_by_id[id(value)])
+            if (pair := by_id.get(id(value))) is not None:
+                setattr(module, attribute, pair[1])
