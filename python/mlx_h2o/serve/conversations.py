@@ -308,12 +308,14 @@ class Conversations:
 
     def delivered(self, name: str) -> None:
         """A client has an answer: the files of its conversation's earlier turns go."""
-        entry, notes = self.named(name), self.sessions.notes.values() if self.sessions else ()
+        if self.sessions is None:
+            return
+        entry = self.named(name)
         # It may have left memory.
-        saved = (note.place for note in notes if note.turn.name == name)
+        saved = (note.place for note in self.sessions.notes.values() if note.turn.name == name)
         place = entry.place if entry is not None else next(saved, None)
         # An answer whose file could not be written leaves the earlier ones where they are.
-        if self.sessions is not None and place is not None and self.file_of(place):
+        if place is not None and self.file_of(place):
             self.sessions.delivered(place)
 
     def file_of(self, place: Place) -> Path | None:

@@ -132,7 +132,7 @@ class Scheduler:
         self._waiting: deque[list[Sequence]] = deque()
         self._reading: list[Sequence] = []
         self._batches: list[Batch] = []
-        # Sequences whose last token was drawn in the last step.
+        # Sequences whose last token was drawn in this step, until their answers are complete.
         self._ending: list[Sequence] = []
         self._steps = 0
         self._passed = self._warned = self._dead = False
@@ -680,6 +680,7 @@ class Scheduler:
         self._batches = [one for one in self._batches if len(one)]
         for one, reason in endings.items():
             self._finish(one, reason, caches[one])
+        self._ending = []
         self._steps += 1
         if endings or self._steps % WEIGHED_EVERY == 0:
             self._weigh()
