@@ -509,13 +509,8 @@ def reference(args: argparse.Namespace, templated: str) -> Iterator[Reference]:
     thread.start()
     listening, scheduler = ready.get(timeout=PATIENCE)
 
-    def forget() -> None:
-        while scheduler.ledger.running:
-            time.sleep(0.01)
-        scheduler.call(scheduler.conversations.clear).result()
-
     try:
-        yield Reference(sender(listening.server_port, PATIENCE), forget)
+        yield Reference(sender(listening.server_port, PATIENCE), scheduler)
     finally:
         listening.shutdown()
         thread.join()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.loading.load import SAMPLE_TEXT, model_path
+from mlx_h2o.serve.scheduler import Scheduler
 
 #: The embedded model, which has no chat template.
 PLAIN = "builtin:recall-4m"
@@ -270,14 +272,20 @@ class Reference:
     """The answers of a server that has just begun, each conversation computed once.
 
     Args:
-        send: Sends a request to a server that gets no other requests.
-        forget: Makes it forget every conversation.
+        send: Sends a request to a server in this process that gets no other requests.
+        scheduler: The server's scheduler.
     """
 
-    def __init__(self, send: Send, forget: Callable[[], object]):
-        self._send, self._forget = send, forget
+    def __init__(self, send: Send, scheduler: Scheduler):
+        self._send, self._scheduler = send, scheduler
         self._expected: dict[str, Expected] = {}
         self._lock = threading.Lock()
+
+    def _forget(self) -> None:
+        """Let the server forget every conversation, as if it had just begun."""
+        while self._scheduler.ledger.running:
+            time.sleep(0.01)
+        self._scheduler.call(self._scheduler.conversations.clear).result()
 
     def of(self, turns: list[dict[str, Any]]) -> Expected:
         """The answer to the last of these requests, if no others were sent before."""

@@ -57,12 +57,8 @@ def same_answers(size: int, count: int, seed: int, folder: Path) -> int:
         "defaults": {"max_size": size, "budgets": "uniform"}, "models": (PLAIN, templated),
     }  # fmt: skip
     with serving(**settings) as server, serving(**settings) as fresh:
-
-        def forget() -> None:
-            until(lambda: fresh.scheduler.ledger.running == 0)
-            fresh.scheduler.call(fresh.scheduler.conversations.clear).result()
-
-        asker = Asker(draw, templated, Reference(sender(fresh.port, 60), forget), size == NARROW)
+        reference = Reference(sender(fresh.port, 60), fresh.scheduler)
+        asker = Asker(draw, templated, reference, size == NARROW)
         for _ in range(count):
             if draw.random() < 0.2:
                 cut_off(server, asker.request())
