@@ -1,4 +1,4 @@
-"""Draw docs/results/smollm2.svg from the tables in the JSON files beside the pages.
+"""Draw docs/results/smollm2.svg from the results' tables, those of the page and those of data/.
 
 python tools/draw_results.py [OUT]
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ OUT = RESULTS / "smollm2.svg"
 #: Tokens of a sample; each cache gets a part of their bytes.
 TOKENS = 1024
 COMMAND = "mlx_h2o evaluate --preset compare --model smollm2-135m --text alice.txt"
+FILES = ("index.json", "data/smollm2.json")
 NAMES = {"sliding window": "sliding window", "h2o": "H2O", "mlx-h2o": "mlx-h2o"}
 COLOURS = {"sliding window": "#8c8c8c", "H2O": "#4c72b0", "mlx-h2o": "#2a7f62"}
 PACKED, PACKED_COLOUR = "mlx-lm, 4 bits", "#ccb974"
 
 
-def rows_of(page: str, command: str) -> list[dict[str, str]]:
-    """The rows of the tables of a page's commands that begin with `command`, by column."""
-    records = json.loads((RESULTS / f"{page}.json").read_text())
+def rows_of(command: str) -> list[dict[str, str]]:
+    """The rows of the tables of the commands that begin with `command`, by column."""
+    records = [json.loads((RESULTS / file).read_text()).items() for file in FILES]
     return [
         dict(zip(table["columns"], row, strict=True)) | {"command": name}
-        for name, record in records.items()
+        for name, record in chain.from_iterable(records)
         if name.startswith(command)
         for table in record["tables"]
         for row in table["rows"]
@@ -53,7 +55,7 @@ def losses() -> dict[str, list[tuple[int, float, float]]]:
     """By cache: size in tokens, loss in percent and its standard error, the largest size first."""
     command = f"{COMMAND} --measures perplexity --size perplexity.samples=8"
     series: dict[str, list[tuple[int, float, float]]] = {name: [] for name in COLOURS}
-    for row in rows_of("index", command):
+    for row in rows_of(command):
         number = re.match(r"([+-][\d.]+) ± ([\d.]+) %", row["loss"])
         if (name := name_of(row)) and number:
             series[name].append((size_of(row), float(number[1]), float(number[2])))
@@ -64,7 +66,7 @@ def facts() -> dict[str, dict[int, int]]:
     """By cache: facts known at each size in tokens; at 0 those of mlx-lm's packed cache."""
     command = f"{COMMAND} --measures needles"
     counts: dict[str, dict[int, int]] = {}
-    for row in rows_of("index", command):
+    for row in rows_of(command):
         right = int((row.get("facts") or row["unseen: all"]).split("/")[0])
         if row["cache"] == PACKED:
             counts[PACKED] = {0: right}

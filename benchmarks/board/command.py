@@ -157,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Measure all models, print the tables, and write what was asked for."""
     rivals = all_rivals(args.only)
+    names = {rival.name for rival in rivals}
     use_openblas()
     until = time.monotonic() + 60 * minutes_of(args)
     missing: list[str] = []
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> None:
         chosen = {
             cell: one
             for cell, one in record.outcomes.items()
-            if cell.task == MEMORY or is_chosen(cell.task, args.tasks)
+            if cell.rival in names and (cell.task == MEMORY or is_chosen(cell.task, args.tasks))
         }
         outcomes |= chosen
         full, element = plain(reader.model, sizes.prompt), element_of(reader)
