@@ -109,9 +109,9 @@ def plans_of(reader: Reader, sizes: Sizes, words: Sequence[str] = ()) -> list[Pl
     return [plan for plan in made if is_chosen(plan.name, words)]
 
 
-def is_chosen(task: str, words: Sequence[str]) -> bool:
-    """Whether a task's name contains one of some words; none means all."""
-    return not words or any(word in task for word in words)
+def is_chosen(name: str, words: Sequence[str]) -> bool:
+    """Whether the name of a task or a rival contains one of some words; none means all."""
+    return not words or any(word in name for word in words)
 
 
 def cells_of(

@@ -129,7 +129,7 @@ def all_rivals(only: Sequence[str]) -> list[Rival]:
         *packed_packages.rivals(),
         *kvpress_rivals.rivals(),
     ]
-    return [one for one in every if not only or any(word in one.name for word in only)]
+    return [one for one in every if is_chosen(one.name, only)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Measure all models, print the tables, and write what was asked for."""
     rivals = all_rivals(args.only)
-    names = {rival.name for rival in rivals}
     use_openblas()
     until = time.monotonic() + 60 * minutes_of(args)
     missing: list[str] = []
@@ -175,7 +174,7 @@ def run(args: argparse.Namespace) -> None:
         chosen = {
             cell: one
             for cell, one in record.outcomes.items()
-            if cell.rival in names and (cell.task == MEMORY or is_chosen(cell.task, args.tasks))
+            if cell.task == MEMORY or is_chosen(cell.task, args.tasks)
         }
         outcomes |= chosen
         full, element = plain(reader.model, sizes.prompt), element_of(reader)
@@ -191,7 +190,8 @@ def run(args: argparse.Namespace) -> None:
     ran = {cell.rival for cell in outcomes}
     settings = settings_of([rival for rival in rivals if rival.name in ran])
     print(table("Rivals and their settings", ("rival", "settings", "source"), settings))
-    if failed := failures(outcomes, args.model):
+    shown = {cell: one for cell, one in outcomes.items() if is_chosen(cell.rival, args.only)}
+    if failed := failures(shown, args.model):
         print(table("What did not run", ("rival", "model", "where", "why"), failed))
     if at := commits(outcomes):
         print(f"Cells were measured at {', '.join(at)}.")
