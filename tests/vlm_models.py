@@ -61,8 +61,25 @@ VISION = {
     "out_hidden_size": 128,
     "embed_dim": 32,
     "vocab_size": 128,
+    "num_channels": 3,
+    "initializer_range": 0.02,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "pixel_shuffle_ratio": 0.5,
+    "projector_dropout": 0.0,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "vision_output_dim": 32,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
 }
 PARTS = ("text", "vision", "perceiver", "projector", "audio")
+
+#: Modules whose parts take no field that they do not know, and those with a part that speaks.
+STRICT = ("glm_ocr", "phi4_siglip")
+SPEAKING = ("qwen3_omni_moe",)
+#: Modules whose language model is that of another.
+LIKE = {"nemotron_h_nano_omni": "nemotron_h", "plamo2vl": "plamo2"}
 
 #: What modules need beyond that.
 DIFFERENT: dict[str, dict[str, Any]] = {
@@ -129,6 +146,38 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
     "qwen2_5_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
     "qwen3_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+    "qwen3_omni_moe": {"rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]}},
+    "glm_ocr": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [4, 6, 6],
+        }
+    },
+    "kimi_k3": {"hidden_act": "situ", "num_experts_per_token": 2},
+    "mistral_large3": {"vision_type": "pixtral"},
+    "llmjpvl": {"text_type": "llama"},
+    "plamo2vl": {"text_type": "plamo2"},
+    "glm5_next": {"num_key_value_heads": 4},
+    "ministral3_embedding": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 4096,
+        }
+    },
+    "llama4": {"num_hidden_layers": 4, "num_experts_per_tok": 1},
+    "nemotron_nas": {
+        "block_configs": [
+            {
+                "attention": {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False},
+                "ffn": {"ffn_mult": 1.0, "no_op": False, "replace_with_linear": False},
+            }
+        ]
+        * 2
+    },
 }
 
 
@@ -139,12 +188,17 @@ def vlm_names() -> list[str]:
 
 def config(name: str) -> dict[str, Any]:
     """The tiny config of a module, with its text part also below "text_config"."""
-    text = {**config_of(name), **SHARED_WITH_IMAGES, **DIFFERENT.get(name, {})}
-    text.pop("text_config", None)
+    of_mlx_lm = config_of(LIKE.get(name, name))
+    inner = of_mlx_lm.pop("text_config", {})
+    text = {**of_mlx_lm, **inner, **SHARED_WITH_IMAGES, **DIFFERENT.get(name, {})}
     text["model_type"] = text.get("text_type", name)
     vision = {**VISION, "model_type": DIFFERENT.get(name, {}).get("vision_type", name)}
     parts = {f"{part}_config": vision for part in PARTS if part != "text"}
-    return {**text, **parts, "text_config": dict(text)}
+    whole = {**text, **parts, "text_config": dict(text)}
+    if name in SPEAKING:  # a part thinks, and others speak its answers
+        talker = {"text_config": text, "code_predictor_config": {}}
+        return {"model_type": name, "thinker_config": whole, "talker_config": talker}
+    return whole
 
 
 def whole_vlm_model(
@@ -165,6 +219,7 @@ def vlm_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     module = importlib.import_module(f"mlx_vlm.models.{name}")
     mx.random.seed(0)
     made = _config_of(module, config(name))
+    made = getattr(made, "thinker_config", made)
     text = getattr(made, "text_config", made)
     ways = (
         lambda: module.LanguageModel(text, made),
@@ -183,5 +238,10 @@ def vlm_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
 def _config_of(module: Any, given: dict[str, Any]) -> Any:
     """A module's config object."""
     known = [part for part in PARTS if hasattr(module, f"{part.title()}Config")]
+    if module.__name__.rpartition(".")[2] in STRICT:
+        for part in known:
+            fields = vars(getattr(module, f"{part.title()}Config"))["__dataclass_fields__"]
+            of_part = given[f"{part}_config"]
+            given = {**given, f"{part}_config": {k: of_part[k] for k in of_part.keys() & fields}}
     made = module.ModelConfig.from_dict(copy.deepcopy(given))
     return update_module_configs(made, module, given, known)

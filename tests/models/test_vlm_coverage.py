@@ -23,6 +23,7 @@ SAMPLE = {
     "paddleocr_vl": "a mask that is cut to the keys",
     "hy_v4": "refused",
     "afm7": "layers that attend to another's keys",
+    "zaya1_vl": "attention that is not told the cache",
 }
 
 

@@ -1,4 +1,7 @@
-"""mlx-vlm's AFM, whose last layers attend to the keys that a cache's `state` gives."""
+"""mlx-vlm's models whose attention does not say which cache the keys are of.
+
+AFM's last layers attend to the keys that a cache's `state` gives; ZAYA1 hands no cache over.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mlx_h2o.hosts.loaded import library_of
+from mlx_h2o.hosts.attending import hand_out
+from mlx_h2o.hosts.loaded import is_cache, library_of
 
 Function = Callable[..., Any]
 
@@ -37,7 +41,46 @@ def sharing(original: Function) -> Function:
     return call
 
 
+class _FoundByKeys:
+    """A cache that routing finds by the keys that it returned."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache, self._keys = cache, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update_and_fetch(self, keys: Any, values: Any) -> Any:
+        rows = self._cache.update_and_fetch(keys, values)
+        self._keys = rows[0]
+        hand_out(self, rows[0])
+        return rows
+
+    def handed_out(self, keys: Any) -> bool:
+        return keys is self._keys
+
+
+def unnamed(original: Function) -> Function:
+    """`ZayaAttention.__call__`, wrapped to have a cache that can attend found by its keys."""
+
+    @functools.wraps(original)
+    def call(
+        self: Any,
+        hidden_states: Any,
+        mask: Any = None,
+        cca_mask: Any = None,
+        image_mask: Any = None,
+        cache: Any = None,
+    ) -> Any:
+        if is_cache(cache, "CacheList") and getattr(cache[0], "attending", False):
+            cache = _FoundByKeys(cache[0]), cache[1]
+        return original(self, hidden_states, mask, cca_mask, image_mask, cache)
+
+    return call
+
+
 #: The methods that are wrapped, by their module.
 WRAPPED: dict[str, dict[str, Callable[[Function], Function]]] = {
     "mlx_vlm.models.afm7.language": {"AFMModel.__call__": sharing},
+    "mlx_vlm.models.zaya1_vl.language": {"ZayaAttention.__call__": unnamed},
 }
