@@ -17,14 +17,6 @@ import Testing
         #expect(try example == text("swift/Tests/MLXH2OTests/FirstExample.swift"))
     }
 
-    /// The guide shows the example app, which is compiled over the stand-ins.
-    @Test func theGuidesAppIsTheExampleApp() throws {
-        let blocks = try text("docs/guide/iphone.md").components(separatedBy: "```swift\n")
-        let app = try #require(blocks.first { $0.contains("@Observable") })
-        let code = app.components(separatedBy: "```")[0]
-        #expect(try text("swift/Examples/ChatApp/Chat.swift").hasSuffix(code))
-    }
-
     /// In a stock model, where the library takes a policy of keys and says so.
     @Test func theFirstExampleRuns() async throws {
         let container = try ChatSessionTests().container(stock: true, script: Script(["rome"]))
