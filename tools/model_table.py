@@ -27,34 +27,28 @@ HEAD = """# Models
 
 Which models of mlx-lm are bounded, layer by layer. Each is run tiny, with random weights, through \
 `make_prompt_cache`. While nothing is evicted its logits must be those of mlx-lm's own caches. Far \
-beyond a budget of {small} tokens its memory must have stopped growing, and its logits must be \
-finite. Models with equal results share a row. \
-`python tools/model_table.py` writes this page.
+beyond a budget of {small} tokens its memory must have stopped growing. Models with equal results \
+share a row. `python tools/model_table.py` writes this page.
 
 - **bounded**: every layer whose memory grew is bounded. Sliding windows, chunks and states are \
-of fixed size already, and stay as the model made them.
-- **partly**: other layers still grow.
+of fixed size already, and stay as the model made them. **partly**: other layers still grow.
 - **refused**: `make_prompt_cache` raises, with this reason.
-- **of fixed size**: nothing grows, with or without mlx-h2o.
 - **not run**: mlx-lm's own caches do not run the model where this page was written.
 
 *keys made of the rows*: the model makes keys and values of the cached rows (MLA), or sees blocks \
 of places (phi3small): one budget for all heads, no remainder, dense rows. *shared by layers*: \
 several layers attend to one cache's rows. *by keys alone*: the policy looks at keys, and the \
-remainder goes in as plain rows. If mlx-lm's code for gemma2, phi3small, plamo, plamo2 or stablelm \
-differs from the known one, a warning says so; then plamo and stablelm are bounded as MLA is, the \
-others by keys alone. Vision and other wrappers are run with their language part.
+remainder goes in as plain rows. Vision and other wrappers are run with their language part.
 
 - **packed, keys scaled**: with `bits=8` and key scaling, logits are near mlx-lm's own while \
 nothing is evicted, and memory is bounded. *refused*: `bits` raises a ValueError.
 - **batches**: sequences of {first} and {second} tokens in one `BatchGenerator` give what each \
 gives alone, with evictions. *one at a time*: mlx-lm's server takes its sequences one after \
-another; ours computes them side by side. *nor mlx-lm's own*: batches with mlx-lm's own caches do \
-not give it either.
-- **server**: served and asked over HTTP, alone and four at once, also after a restart, answers \
-are those that the model gives by itself, and `--kv-memory` is never exceeded.
-- **profile**: `mlx_h2o calibrate` measures each head. *one budget*: it refuses, since all heads \
-need the same number of slots there.
+another; ours computes them side by side. *nor mlx-lm's own*: mlx-lm's own caches do not either.
+- **server**: asked over HTTP, alone and four at once, also after a restart, answers are those \
+that the model gives by itself, and `--kv-memory` is never exceeded.
+- **profile**: `mlx_h2o calibrate` measures each head. *one budget*: all heads need the same \
+number of slots there.
 
 Written with mlx-lm {version}; `make test-old-mlx-lm` holds mlx-lm {previous} to the same rows. \
 {counts}. Of the {growing} whose memory grows, {bounded} are bounded ({percent} %); of those \

@@ -32,13 +32,10 @@ HEAD = """# Models of mlx-vlm
 
 Which models of mlx-vlm are bounded, layer by layer, as [models](models.md) shows of mlx-lm's. \
 The language model of a module of `mlx_vlm.models` is run tiny, with random weights, through \
-`make_prompt_cache`: its logits are those of mlx-vlm's own caches while nothing is evicted, and \
-far beyond a budget of {small} tokens its memory has stopped growing. Rows *packed* in 8 bits \
-give logits near those, but for those that are *far off*: hrm_text repeats its layers, and with \
-random weights multiplies any error by hundreds (weights off by 0.0001 move its logits by \
-9 %). What sees images is not run here. \
-Modules with equal results share a row; one without a row generates no tokens. \
-`python tools/vlm_table.py` writes this page.
+`make_prompt_cache`; what sees images is not run here. Rows *packed* in 8 bits give logits near \
+mlx-vlm's own, but those of hrm_text are *far off*: it repeats its layers, and with random weights \
+multiplies any error by hundreds. Modules with equal results share a row; one without a row \
+generates no tokens. `python tools/vlm_table.py` writes this page.
 
 Written with mlx-vlm {version}. Of the {run} modules {counts}. Of the {growing} among them whose \
 memory was seen to grow, {bounded} are bounded ({percent} %).
