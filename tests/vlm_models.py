@@ -28,6 +28,7 @@ SHARED_WITH_IMAGES: dict[str, Any] = {
     "image_token_id": IMAGE,
     "image_token_index": IMAGE,
     "video_token_id": VIDEO,
+    "video_token_index": VIDEO,
     "vision_start_token_id": IMAGE_START,
     "eos_token_id": 1,
     "pad_token_id": 0,
@@ -211,14 +212,14 @@ def whole_vlm_model(
         given[part] |= fields
     for part in (given, given["text_config"]):
         part["vocab_size"] = vocab_size
-    return module.Model(_config_of(module, given)), given
+    return module.Model(config_object(module, given)), given
 
 
 def vlm_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """The tiny language model of a module."""
     module = importlib.import_module(f"mlx_vlm.models.{name}")
     mx.random.seed(0)
-    made = _config_of(module, config(name))
+    made = config_object(module, config(name))
     made = getattr(made, "thinker_config", made)
     text = getattr(made, "text_config", made)
     ways = (
@@ -235,8 +236,8 @@ def vlm_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     raise failures[-1]
 
 
-def _config_of(module: Any, given: dict[str, Any]) -> Any:
-    """A module's config object."""
+def config_object(module: Any, given: dict[str, Any]) -> Any:
+    """A module's config object, of its config.json."""
     known = [part for part in PARTS if hasattr(module, f"{part.title()}Config")]
     if module.__name__.rpartition(".")[2] in STRICT:
         for part in known:

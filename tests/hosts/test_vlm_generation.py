@@ -13,12 +13,12 @@ from mlx_vlm.generate import BatchGenerator, diffusion, generate_step, stream_ge
 from mlx_vlm.generate.diffusion import stream_diffusion_generate_from_kwargs
 from mlx_vlm.generate.dispatch import _prefix_cache_trim_amount
 from mlx_vlm.models.cache import make_prompt_cache as vlm_prompt_cache
-from test_mlx_vlm import vlm
 
 import mlx_h2o
 from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.hosts.cache_lists import entries
 from tiny_models import prompt_tokens
+from vlm_images import seeing
 from vlm_models import vlm_model
 
 SIZE = 24
@@ -99,7 +99,7 @@ def test_a_sequence_that_joins_a_batch_gives_the_tokens_that_it_gives_alone():
 
 
 def test_kv_bits_are_refused_before_anything_is_computed():
-    model, reason = vlm("qwen2_vl"), "kv_bits cannot pack a bounded cache"
+    model, reason = seeing("qwen2_vl"), "kv_bits cannot pack a bounded cache"
     own = {"prompt_cache": mlx_h2o.make_prompt_cache(model, max_size=SIZE)}
     mlx_h2o.install(max_size=SIZE)
     with pytest.raises(ValueError, match=reason):

@@ -179,7 +179,7 @@ def _most_bytes(cache: list[Any]) -> int | None:
     of_all = [entry for _, entry in entries(cache)]
     # Each layer's caches, one a sequence in a batch.
     bounded = [e.caches if isinstance(e, BatchH2OKVCache) else [e] for e in of_all if _is_ours(e)]
-    own = [entry for entry in of_all if not _is_ours(entry)]
+    own = [entry for entry in of_all if not _is_ours(entry) and not _holds_none(entry)]
     most = [None if _nbytes(entry) == 0 else most_of_own(entry) for entry in own]
     if None in most or any(layer.share is None for layers in bounded for layer in layers):
         return None
@@ -194,6 +194,11 @@ def _batch(entry: BoundedKVCache) -> int:
 
 def _is_ours(entry: Any) -> bool:
     return isinstance(entry, BoundedKVCache | BatchH2OKVCache)
+
+
+def _holds_none(entry: Any) -> bool:
+    """Whether a cache is that of a layer that attends to an image alone (`stock_caches`)."""
+    return is_cache(entry, "RotatingKVCache") and not entry.max_size
 
 
 def _nbytes(entry: Any) -> int:
@@ -228,7 +233,9 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         described = layer, name, True, reason, entry.budgets, nbytes
         ends = min(sizes), max(sizes)
         return LayerDescription(*described, alike=alike, sizes=ends, choice=entry.choice)
-    if is_cache(entry, "RotatingKVCache"):
+    if _holds_none(entry):
+        reason, own = "it attends to the image, and holds no tokens", "cross-attention"
+    elif is_cache(entry, "RotatingKVCache"):
         reason = f"the model's own sliding window of {entry.max_size} tokens"
         own = f"a sliding window of {entry.max_size} tokens"
     elif is_cache(entry, "ArraysCache"):

@@ -9,17 +9,26 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_h2o.hosts.loaded import host_of, language_model
+from mlx_h2o.hosts.loaded import host_of, is_plain, language_model
 
 # Ids of the models whose own caches are being made.
 _in_progress: ContextVar[frozenset[int]] = ContextVar("asked", default=frozenset())
 
 
 def stock_caches(model: nn.Module) -> list[Any]:
-    """The model's own caches, one an entry; plain ones if it has no `make_cache`."""
+    """The model's own caches, one an entry; plain ones if it has no `make_cache`.
+
+    A layer that attends to an image alone (mllama's `cross_attn`) gets its keys anew in each step,
+    and never brings its cache a token: a window of no tokens takes the place of a plain one.
+    """
     model = language_model(model)
+    host = host_of(model)
     with _asking(model):
-        return host_of(model).make_prompt_cache(model)
+        caches = host.make_prompt_cache(model)
+    for i, layer in enumerate(getattr(model, "layers", ())):
+        if hasattr(layer, "cross_attn") and is_plain(caches[i]):
+            caches[i] = host.caches.RotatingKVCache(max_size=0)
+    return caches
 
 
 def asking() -> bool:
