@@ -45,8 +45,8 @@ nothing is evicted, and memory is bounded. *refused*: `bits` raises a ValueError
 - **batches**: sequences of {first} and {second} tokens in one `BatchGenerator` give what each \
 gives alone, with evictions. *one at a time*: mlx-lm's server takes its sequences one after \
 another; ours computes them side by side. *nor mlx-lm's own*: mlx-lm's own caches do not either.
-- **server**: asked over HTTP, alone and four at once, also after a restart, answers are those \
-that the model gives by itself, and `--kv-memory` is never exceeded.
+- **server**: over HTTP, alone, four at once and after a restart, answers are the model's own, \
+within `--kv-memory`.
 - **profile**: `mlx_h2o calibrate` measures each head. *one budget*: all heads need the same \
 number of slots there.
 
