@@ -589,7 +589,10 @@ def test_the_command_measures_draws_and_goes_on(
     )
     assert command.main([*options, "--resume"]) == 0
     assert capsys.readouterr().out == first
-    # Elsewhere the repository's record is enough.
+    # Elsewhere the repository's record is enough, of which other rivals are not told.
+    other = Cell(EMBEDDED_MODEL, "texts one", "another rival", 1 / 4)
+    with kept.open("a") as file:
+        file.write(json.dumps({"cell": other, "found": {"failed": "no room"}}) + "\n")
     elsewhere = ["--record", str(tmp_path / "elsewhere"), "--resume", "--minutes", "-1"]
     assert command.main([*options, *elsewhere]) == 0
     assert capsys.readouterr().out == first
