@@ -75,6 +75,18 @@ def test_tables_of_earlier_pages_are_data(path):
             assert all(len(row) == len(table["columns"]) for row in table["rows"])
 
 
+def test_a_table_by_hand_has_the_figures_of_its_data():
+    """One that says from which file of data/ it was gathered."""
+    page = (ROOT / "docs/results/index.md").read_text()
+    mark = r"from `(docs/[\w/.-]+)`[^\n]*\n\n<!-- by hand -->\n\n((?:\|.*\n)+)"
+    gathered = re.findall(mark, page)
+    assert len(gathered) == 2
+    for path, table in gathered:
+        figures = re.findall(r"[+-]\d[\d.]* ± [\d.]+ %|\d+/23", table)
+        assert figures
+        assert [one for one in figures if f'"{one}"' not in (ROOT / path).read_text()] == []
+
+
 def test_no_table_was_lost_when_pages_were_joined():
     """data/ keeps what pages no longer show; a table that two records share counts once."""
     files = (ROOT / "docs/results/data").glob("*.json")
