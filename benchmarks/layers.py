@@ -74,7 +74,7 @@ def full_layer(
             for start, n in zip(starts, lengths, strict=False)
         )
         return layer.step(
-            DecodeStep(q, new_key, new_value, width**-0.5, None, PlannedToken(offset, plan))
+            DecodeStep(q, new_key, new_value, width**-0.5, None, [PlannedToken(offset, plan)])
         )
 
     return step

@@ -40,9 +40,10 @@ class CPUDecoder : public Decoder {
 
   mx::array step(DecodeStep step) override {
     const AttentionCall& call = step.call;
-    return layer_.step(
-        call.q, step.keys, step.values, call.scale, call.sinks, step.offset, std::move(step.heads),
-        step.recent, stream(), nullptr, step.aged_from);
+    PlannedToken token{step.offset, std::move(step.heads), step.recent, step.aged_from};
+    return DecodingLayer::step(
+        {&layer_}, call.q, step.keys, step.values, call.scale, call.sinks, {{std::move(token)}},
+        stream());
   }
 
   std::vector<mx::array> last() const override {

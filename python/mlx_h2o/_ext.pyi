@@ -104,27 +104,17 @@ class DecodingLayer:
         recent: Recent | None = None,
         stream: mx.Stream | mx.Device | None = None,
         frame: Frame | None = None,
+        undo: int = 0,
     ) -> None: ...
-    def step(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        offset: int,
-        heads: list[tuple[int, int, int, int, int, bool]],
-        recent: tuple[int, int, bool] | None = None,
-        undo: bool = False,
-        aged_from: int = 0,
-        stream: mx.Stream | mx.Device | None = None,
-    ) -> tuple[mx.array, list[mx.array]]: ...
+    def take_back(self, count: int) -> None: ...
+    def journal(self) -> list[list[tuple[int, mx.array]]]: ...
+    @property
+    def journal_bytes(self) -> int: ...
     def close(self, stream: mx.Stream | mx.Device | None = None) -> list[mx.array]: ...
     @property
     def last_step(self) -> mx.array: ...
 
-def step_together(
+def step(
     layers: list[DecodingLayer],
     q: mx.array,
     k: mx.array,
@@ -133,8 +123,13 @@ def step_together(
     scale: float,
     sinks: mx.array | None = None,
     tokens: Sequence[
-        tuple[
-            int, Sequence[tuple[int, int, int, int, int, bool]], tuple[int, int, bool] | None, int
+        Sequence[
+            tuple[
+                int,
+                Sequence[tuple[int, int, int, int, int, bool]],
+                tuple[int, int, bool] | None,
+                int,
+            ]
         ]
     ],
     stream: mx.Stream | mx.Device | None = None,

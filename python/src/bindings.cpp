@@ -13,6 +13,7 @@
 #include "mlx/version.h"
 #include "primitives/attention.h"
 #include "primitives/decoding_layer.h"
+#include "primitives/kept_parts.h"
 #include "primitives/pack.h"
 #include "primitives/ranged_arrays.h"
 #include "thread_pool.h"
@@ -35,6 +36,18 @@ PlannedToken planned_token(const TokenTuple& tuple) {
     token.heads.push_back({start, length, victim, recent, evicted, choose});
   if (recent) token.recent = {std::get<0>(*recent), std::get<1>(*recent), std::get<2>(*recent)};
   return token;
+}
+
+std::vector<std::vector<std::pair<int, mx::array>>> journal_of(const DecodingLayer& layer) {
+  mx::array last = layer.last_step();
+  mx::eval(last);
+  std::vector<std::vector<std::pair<int, mx::array>>> steps;
+  for (const auto& step : layer.journal()) {
+    steps.emplace_back();
+    if (step->has_slots()) steps.back().emplace_back(-1, step->slots());
+    for (const KeptPart& kept : step->parts()) steps.back().emplace_back(kept.field, kept.before);
+  }
+  return steps;
 }
 
 }  // namespace
@@ -145,45 +158,44 @@ NB_MODULE(_ext, m) {
           nb::init<
               const Stored&, const Stored&, std::vector<mx::array>, KernelPolicy, bool, bool,
               std::vector<float>, const std::optional<Recent>&, mx::StreamOrDevice,
-              const std::optional<Frame>&>(),
+              const std::optional<Frame>&, int>(),
           "keys"_a, "values"_a, "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a,
-          "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none(), "frame"_a = nb::none())
+          "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none(), "frame"_a = nb::none(),
+          "undo"_a = 0)
       .def(
-          "step",
-          [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,
-             float scale, const std::optional<mx::array>& sinks, int offset,
-             const std::vector<HeadTuple>& heads, const std::optional<RecentTuple>& recent,
-             bool undo, int aged_from, mx::StreamOrDevice s) {
-            PlannedToken token = planned_token({offset, heads, recent, aged_from});
-            std::vector<mx::array> before;
-            mx::array out = self.step(
-                q, k, v, scale, sinks, offset, std::move(token.heads), token.recent, s,
-                undo ? &before : nullptr, token.aged_from);
-            return std::pair(std::move(out), std::move(before));
-          },
-          "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
-          "heads"_a, "recent"_a = nb::none(), "undo"_a = false, "aged_from"_a = 0,
-          "stream"_a = nb::none(),
-          "One token; heads are (start, length, victim, recent, evicted, choose), recent is "
-          "(slot, length, leaving). Returns out, and with undo what the step changes, as it was.")
+          "take_back", &DecodingLayer::take_back, "count"_a,
+          "Undo the last steps, in place; waits for those that have not run yet.")
+      .def(
+          "journal", &journal_of,
+          "What each step that can be taken back changed, as it was, oldest first: pairs of a "
+          "field's place in the order of `close`, or -1 for slots [B, Hk], and an array.")
+      .def_prop_ro(
+          "journal_bytes",
+          [](const DecodingLayer& self) {
+            size_t bytes = 0;
+            for (const auto& step : self.journal()) bytes += step->nbytes();
+            return bytes;
+          })
       .def(
           "close", &DecodingLayer::close, "stream"_a = nb::none(),
           "The fields as arrays again; no step may follow.")
       .def_prop_ro("last_step", &DecodingLayer::last_step, "Ready when the last step has run.");
 
   m.def(
-      "step_together",
+      "step",
       [](const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
          const mx::array& v, float scale, const std::optional<mx::array>& sinks,
-         const std::vector<TokenTuple>& tokens, mx::StreamOrDevice s) {
-        std::vector<PlannedToken> planned;
-        planned.reserve(tokens.size());
-        for (const auto& token : tokens) planned.push_back(planned_token(token));
-        return DecodingLayer::step_together(layers, q, k, v, scale, sinks, std::move(planned), s);
+         const std::vector<std::vector<TokenTuple>>& tokens, mx::StreamOrDevice s) {
+        std::vector<std::vector<PlannedToken>> planned(tokens.size());
+        for (size_t i = 0; i < tokens.size(); ++i)
+          for (const auto& token : tokens[i]) planned[i].push_back(planned_token(token));
+        return DecodingLayer::step(layers, q, k, v, scale, sinks, std::move(planned), s);
       },
       "layers"_a, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "tokens"_a,
       "stream"_a = nb::none(),
-      "One token of several layers: (offset, heads, recent, aged_from) of each.");
+      "The next tokens of several layers. Of each layer its tokens, (offset, heads, recent, "
+      "aged_from); heads are (start, length, victim, recent, evicted, choose), recent is (slot, "
+      "length, leaving).");
 
   m.def(
       "tracing",

@@ -63,7 +63,7 @@ def fused_steps(monkeypatch) -> list[int]:
     step = CPUDecoder.step
 
     def counted(self: CPUDecoder, of: DecodeStep) -> mx.array:
-        offsets.append(of.token.offset)
+        offsets.extend(token.offset for token in of.tokens)
         return step(self, of)
 
     monkeypatch.setattr(CPUDecoder, "step", counted)

@@ -158,6 +158,30 @@ def test_steps_taken_back_leave_no_trace(case):
         assert_same(cache, twin)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("policy", ["distinct", "streaming"])
+def test_kernels_keep_the_journal_and_take_back_in_place(policy, store):
+    """A chunk is one operation; what is told of the bytes is what arrays then hold."""
+    pytest.importorskip("mlx_h2o._ext", reason="the extension is not built here")
+    said, unsaid = layers_of(CASES[0])
+    settings = {"policy": make_policy(policy, recent=8), "undo": 4, **STORES[store]}
+    cache = H2OKVCache(budgets=[24, 40], **settings)
+    send(cache, said.at(0, 50))
+    send(cache, said.at(50))
+    decoder = cache.layer.decoder
+    for gone in (4, 0, 2):
+        send(cache, joined(said.at(cache.offset), unsaid.at(cache.offset, 4)))
+        assert cache.trim(gone) == gone
+    assert cache.layer.decoder is decoder
+    assert len(cache.layer.journal) == 2
+    assert not any(step.arrays for step in cache.layer.journal.steps)
+    told = cache.nbytes
+    cache.layer.take_back()
+    assert all(step.arrays for step in cache.layer.journal.steps)
+    assert cache.nbytes == told
+
+
 @pytest.mark.parametrize("reference", [False, True])
 def test_what_is_older_than_the_journal_stays(reference):
     said, _ = layers_of(CASES[0])

@@ -407,19 +407,6 @@ void SlotRows::take_over(int64_t slot, const SlotRows& others, int64_t other) co
   kernels().narrow(at(biases, slot), dtype, bias.data(), 1, groups);
 }
 
-void SlotRows::copy(int64_t slot, const SlotRows& others, int64_t other) const {
-  const auto part = [&](void* to, const void* from, size_t bytes) {
-    std::memcpy(
-        static_cast<char*>(to) + slot * bytes, static_cast<const char*>(from) + other * bytes,
-        bytes);
-  };
-  const Rows r = rows();
-  part(data, others.data, r.stride * (bits ? 4 : size_of(dtype)));
-  if (!bits) return;
-  part(scales, others.scales, r.scale_stride * size_of(dtype));
-  part(biases, others.biases, r.scale_stride * size_of(dtype));
-}
-
 int free_slot(const Layer& layer, const LayerState& state, const Step& step, int b, int h) {
   const HeadPlan& head = step.heads[h];
   if (head.victim < 0) return head.length - 1;

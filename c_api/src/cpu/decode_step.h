@@ -43,8 +43,6 @@ struct SlotRows {
   void write(int64_t slot, const void* row) const;
   // A row out of others of the same width and dtype (recent.py says what becomes of it).
   void take_over(int64_t slot, const SlotRows& others, int64_t other) const;
-  // A row out of others that are stored alike.
-  void copy(int64_t slot, const SlotRows& others, int64_t other) const;
 };
 
 // The newest tokens where they are stored apart (recent.py): [B, Hk, size] rows.

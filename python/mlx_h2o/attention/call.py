@@ -32,6 +32,10 @@ class AttentionCall(NamedTuple):
         """The same call with other queries."""
         return self._replace(q=q)
 
+    def with_mask(self, mask: Mask) -> AttentionCall:
+        """The same call with another mask."""
+        return self._replace(mask=mask)
+
     def of_sequence(self, q: mx.array, mask: Mask) -> AttentionCall:
         """The call with one sequence's queries `[1, Hq, L, D]` and its own mask."""
         return self._replace(q=q, mask=mask)

@@ -604,7 +604,8 @@ class BoundedKVCache(Looking):
 
     def _evaluate(self) -> None:
         """Leave nothing lazy: the next call may come in another thread than the last one."""
-        mx.eval(self.arrays())
+        if self._layer is None or self._layer.decoder is None:  # else steps were undone in place
+            mx.eval(self.arrays())
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copy."""
@@ -647,7 +648,7 @@ def _pieces(layer: Layer) -> dict[int, int]:
     """Bytes of all that a layer holds, by identity."""
     if layer.decoder is not None:  # its arrays are not shared
         own = layer.array_bytes
-        return {id(layer.decoder): own, id(layer.journal): layer.journal.nbytes}
+        return {id(layer.decoder): own, id(layer.journal): layer.journal_bytes}
     pieces = {id(array): array.nbytes for array in (*layer.arrays().values(), *_undone(layer))}
     return pieces | {id(a): layer.store.nbytes_of(n) for n, a in layer.store.fields.items()}
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_h2o.attention.backends.choice import decoder_for, is_on_device, pack
 from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.slots.journal import Journal
+from mlx_h2o.slots.journal import Journal, put_back
 from mlx_h2o.slots.packed import dense, value_lengths
 from mlx_h2o.slots.pins import stored_positions
 from mlx_h2o.slots.remainder import Remainder
@@ -173,7 +173,13 @@ class Layer:
     def nbytes(self) -> int:
         """Bytes of everything held, with steps to undo and rows that wait for a file."""
         beside = sum(part.nbytes for part in (self.spill, self.back) if part is not None)
-        return self.array_bytes + self.journal.nbytes + beside
+        return self.array_bytes + self.journal_bytes + beside
+
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes of the steps that can be taken back."""
+        lent = self.decoder.journal_bytes if self.decoder is not None else 0
+        return self.journal.nbytes + lent
 
     @property
     def window_length(self) -> int:
@@ -384,6 +390,7 @@ class Layer:
 
     def begin_turn(self, aged_from: int) -> None:
         """Make scores count from a position on; earlier steps cannot be taken back."""
+        self.take_back()
         self.journal.clear()
         self.aged_from = aged_from
 
@@ -410,10 +417,7 @@ class Layer:
         self.aged_from = min(self.aged_from, max(self.offset - n - 1, 0))
         undone = min(n, len(self.journal))
         if undone:
-            before = self.journal.take_back(undone, self.store, self.window)
-            self.offset, remainder, victims = before
-            self._remainder = remainder or self._remainder
-            self._victims = self._victims if victims is None else victims
+            self._undo(undone)
         older = n - undone
         if older:  # no token was evicted before these steps
             store = self.store
@@ -424,18 +428,38 @@ class Layer:
         if self.spill is not None:
             self.spill.trim(self.offset)
 
+    def _undo(self, count: int) -> None:
+        """Take back the last `count` steps of the journal, in place if the decoder did them all."""
+        in_place = self.decoder is not None and self.decoder.take_back(count)
+        steps = self.journal.pop(count)
+        if not in_place:
+            self.take_back()
+        first = steps[-1]
+        self.offset = first.offset
+        self._store.return_to(first.runs)
+        if self.window is not None and first.window is not None:
+            self.window.return_to(*first.window)
+        if not in_place:
+            remainder, victims = put_back(steps, self._store, self.window)
+            self._remainder = remainder or self._remainder
+            self._victims = self._victims if victims is None else victims
+
     # -- fused steps ------------------------------------------------------------------------------
 
-    def planned(self, keys: mx.array, values: mx.array) -> tuple[Decoder, PlannedToken]:
-        """The decoder and the plan of the next token, which the layer counts from now on.
+    def planned(self, keys: mx.array, values: mx.array) -> tuple[Decoder, list[PlannedToken]]:
+        """The decoder and the plans of the next L tokens, which the layer counts from now on.
 
         Args:
-            keys: `[B, H, 1, D]`, or other rows like these.
-            values: `[B, H, 1, Dv]`, or other rows like these.
+            keys: `[B, H, L, D]`, or other rows like these.
+            values: `[B, H, L, Dv]`, or other rows like these.
         """
-        store, window = self._store, self.window
-        self.fit_positions(self.offset + 1)
+        count = keys.shape[2]
+        self.fit_positions(self.offset + count)
         decoder = self._lend(keys, values)
+        return decoder, [self._planned_token() for _ in range(count)]
+
+    def _planned_token(self) -> PlannedToken:
+        store, window = self._store, self.window
         before = self.journal.begin(store, window, self.offset) if self.settings.undo else None
         self.offset += 1
         recent = window.advance() if window is not None else None
@@ -443,7 +467,7 @@ class Layer:
         heads = list[HeadPlan]()
         for run in store.runs:
             heads += self._advanced(run, stays)
-        return decoder, PlannedToken(self.offset, tuple(heads), recent, before, self.aged_from)
+        return PlannedToken(self.offset, tuple(heads), recent, before, self.aged_from)
 
     def _advanced(self, run: Run, stays: bool) -> list[HeadPlan]:
         """A run's plans for one token; where the token `stays` in the window, slots get no row."""
@@ -457,20 +481,22 @@ class Layer:
         return [HeadPlan(s, run.length, victim, protected, lost, choose) for s in starts]
 
     def _lend(self, keys: mx.array, values: mx.array) -> Decoder:
-        """Give the arrays, with room for one more row, to the default device's decoder."""
-        window = self.window
-        slots_short = any(run.length == run.allocated < run.budget for run in self._store.runs)
-        short = slots_short or (window is not None and window.needs_room)
+        """Give the arrays, with room for these rows, to the default device's decoder."""
+        window, count = self.window, keys.shape[2]
+        slots_short = any(
+            run.allocated < min(run.length + count, run.budget) for run in self._store.runs
+        )
+        short = slots_short or (window is not None and window.needs_room(count))
         if self.decoder is not None and not short and is_on_device(self.decoder):
             return self.decoder
         self.take_back()
         if slots_short:
-            self._store.reserve(1, new_fields(self.settings, keys, values, 0))
+            self._store.reserve(count, new_fields(self.settings, keys, values, 0))
         victims, self._victims = self._victims, None
         if victims is None:
             shape = (keys.shape[0], self._store.heads, self.policy.evict_every)
             victims = mx.zeros(shape, mx.int32)
-        recent = window.lend() if window is not None else None
+        recent = window.lend(count) if window is not None else None
         # The decoder gets the only references, so that it writes in place.
         lent = Lent(self._store.lend(), self._remainder, victims, recent)
         del self._remainder

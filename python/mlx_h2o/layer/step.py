@@ -49,17 +49,22 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     length = k.shape[2]
     if layer.settings.filling:
         grow(layer, length)
-    if 1 < length <= layer.settings.undo + 1:
+    several = 1 < length <= layer.settings.undo + 1
+    if several:
         layer.journal.settle()
-        return _token_by_token(layer, call, k, v)
+        if isinstance(call.mask, str):
+            call = call.with_mask(None)  # single steps see no rows after their own
+        # Rows come back, and go to a file, between two steps.
+        if layer.back is not None or layer.spill is not None or not _fused(layer, call, k, v):
+            return _token_by_token(layer, call, k, v)
     _check_frame(layer, call)
     if layer.back is not None:
         _bring_back(layer, layer.back, call, k)
-    if length == 1 and _fused(layer, call, k, v):
+    if several or (length == 1 and _fused(layer, call, k, v)):
         if layer.spill is not None:
             layer.spill.take(layer.offset, PLAIN, {"keys": k, "values": v})
-        decoder, token = layer.planned(k, v)
-        out = decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
+        decoder, tokens = layer.planned(k, v)
+        out = decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, tokens))
         return _tied(out, layer.newest_queries())
     frame = layer.settings.frame
     if frame is not None:
@@ -126,14 +131,14 @@ def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[RunResult]]) -> 
 
 
 def _fused(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> bool:
-    """Whether the default device's kernels do the next call as one fused step.
+    """Whether the default device's kernels do the next call in fused steps.
 
     The first token of all goes op by op, so that there are arrays to lend. So does a step that
     brings a pinned token, which is marked as it is stored.
     """
     return (
         layer.offset > 0
-        and not _brings_pin(layer)
+        and not _brings_pin(layer, k.shape[2])
         and accepts(layer.settings, call, k, v, prove_fused)
     )
 
@@ -145,11 +150,13 @@ def prove_fused(variant: FusedVariant, settings: CacheSettings) -> Error:
     return fused_case.check(variant, settings, update_and_attend)
 
 
-def _brings_pin(layer: Layer) -> bool:
-    """Whether a pinned token enters the slots next: the new one, or one leaving the window."""
-    size = layer.window.size if layer.window else 0
+def _brings_pin(layer: Layer, length: int) -> bool:
+    """Whether a pinned token is among the next to enter the slots: new ones, or the window's."""
     pins = layer.settings.pins
-    return bool(pins) and is_pinned(pins, layer.offset - size)
+    if not pins:
+        return False
+    first = layer.offset - (layer.window.size if layer.window else 0)
+    return any(is_pinned(pins, first + i) for i in range(length))
 
 
 def decode_together(
@@ -249,7 +256,7 @@ def _check_frame(layer: Layer, call: AttentionCall) -> None:
 
 
 def _token_by_token(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
-    """Process a chunk that can be taken back as single steps."""
+    """Process a chunk that can be taken back as single steps, one after the other."""
     outs = []
     for i, column in enumerate(single_steps(call.mask, k.shape[2], not layer.length)):
         token = slice(i, i + 1)

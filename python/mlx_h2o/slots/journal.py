@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -36,7 +36,7 @@ class StepBefore:
         arrays: The arrays that the step changed, as they were before, named as in
             `H2OKVCache.arrays`. Slots and recent window keep only the overwritten row of each head
             `[B, H, ...]` ("slot" `[B, H]` says which), scores are kept whole. An array that is not
-            here did not change.
+            here did not change, or is with the decoder that did the step.
     """
 
     offset: int
@@ -122,7 +122,7 @@ class Journal:
         """
         before = StepBefore(
             offset,
-            [replace(run) for run in store.runs],
+            [run.copy() for run in store.runs],
             (window.length, window.oldest) if window else None,
         )
         self.steps.append(before)
@@ -162,35 +162,39 @@ class Journal:
             offset, evicted = first.offset, first.evicted
         return len(self.steps) + (0 if evicted else offset)
 
-    def take_back(
-        self, count: int, store: SlotStore, window: RecentWindow | None
-    ) -> tuple[int, Remainder | None, mx.array | None]:
-        """Undo the last `count` steps (at least 1).
+    def pop(self, count: int) -> list[StepBefore]:
+        """The last `count` steps, newest first, which are undone."""
+        return [self.steps.pop() for _ in range(count)]
 
-        Args:
-            count: The number of steps.
-            store: The layer's slots.
-            window: The recent window, if the layer has one.
 
-        Returns:
-            The offset; the remainder and the victims, or None if the steps did not change them.
-        """
-        statistics: dict[str, mx.array] = {}
-        victims = None
-        for _ in range(count):
-            step = self.steps.pop()
-            if "slot" in step.arrays:
-                _put_back(step, store)
-            if window is not None and step.window is not None:
-                window.put_back(*step.window, step.of_window())
-            statistics |= under("remainder.", step.arrays)
-            victims = step.arrays.get("victims", victims)
-        store.return_to(step.runs)
-        if "slots.scores" in step.arrays:
-            scores = step.arrays["slots.scores"]
-            store.write("scores", [store.slots_of(scores, run) for run in step.runs])
-        remainder = Remainder(**{n: statistics[n] for n in STATISTICS}) if statistics else None
-        return step.offset, remainder, victims
+def put_back(
+    steps: Sequence[StepBefore], store: SlotStore, window: RecentWindow | None
+) -> tuple[Remainder | None, mx.array | None]:
+    """Restore the arrays that steps changed.
+
+    Args:
+        steps: The steps to undo, newest first.
+        store: The layer's slots, with the lengths that they had before these steps.
+        window: The recent window, if the layer has one.
+
+    Returns:
+        The remainder and the victims, or None if the steps did not change them.
+    """
+    statistics: dict[str, mx.array] = {}
+    victims = None
+    for step in steps:
+        if "slot" in step.arrays:
+            _put_back(step, store)
+        if window is not None and step.window is not None:
+            window.put_back(step.window[1], step.of_window())
+        statistics |= under("remainder.", step.arrays)
+        victims = step.arrays.get("victims", victims)
+    first = steps[-1]
+    if "slots.scores" in first.arrays:
+        scores = first.arrays["slots.scores"]
+        store.write("scores", [store.slots_of(scores, run) for run in first.runs])
+    remainder = Remainder(**{n: statistics[n] for n in STATISTICS}) if statistics else None
+    return remainder, victims
 
 
 def step_bytes(

@@ -117,14 +117,13 @@ class RecentWindow:
         self.length += 1
         return RecentStep(self.length - 1, self.length, False)
 
-    @property
-    def needs_room(self) -> bool:
-        """Whether one token more needs new memory."""
-        return self.length == self._allocated() < self.size
+    def needs_room(self, count: int) -> bool:
+        """Whether so many tokens more need new memory."""
+        return self._allocated() < min(self.length + count, self.size)
 
-    def lend(self) -> dict[str, mx.array]:
-        """Give the fields away, with memory for one token more."""
-        self._reserve(self._rows_for(min(self.length + 1, self.size)))
+    def lend(self, count: int) -> dict[str, mx.array]:
+        """Give the fields away, with memory for so many tokens more."""
+        self._reserve(self._rows_for(min(self.length + count, self.size)))
         self._lent_rows = self._allocated()
         fields, self.fields = self.fields, {}
         return fields
@@ -193,15 +192,17 @@ class RecentWindow:
             changed |= {n: mx.take(f, at, 2) for n, f in self.fields.items() if n not in changed}
         return changed
 
-    def put_back(self, length: int, oldest: int, changed: dict[str, mx.array]) -> None:
-        """Undo one token.
+    def return_to(self, length: int, oldest: int) -> None:
+        """Hold as many tokens as before some steps, from the same slot on."""
+        self.length, self.oldest = length, oldest
+
+    def put_back(self, oldest: int, changed: dict[str, mx.array]) -> None:
+        """Restore the arrays that one token changed.
 
         Args:
-            length: Tokens held before it.
-            oldest: The slot of the oldest token then.
+            oldest: The slot of the oldest token before it.
             changed: The result of `next_overwritten` before it.
         """
-        self.length, self.oldest = length, oldest
         for name, before in changed.items():
             if name == "scores":
                 unused = self.fields[name][..., before.shape[2] :]

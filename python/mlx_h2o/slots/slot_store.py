@@ -60,6 +60,13 @@ class Run:
     def heads(self) -> int:
         return self.last - self.first
 
+    def copy(self) -> Run:
+        """Another run with the same numbers."""
+        return Run(
+            self.first, self.last, self.budget,
+            self.length, self.allocated, self.start, self.victims,
+        )  # fmt: skip
+
     def advance(self, evict_every: int) -> int:
         """Take the next slot, for a decoder; return the index of the victim in it, or -1."""
         if self.length < self.budget:

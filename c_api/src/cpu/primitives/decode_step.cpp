@@ -1,5 +1,3 @@
-#include <type_traits>
-
 #include "primitive.h"
 #include "slot_memory.h"
 #include "thread_pool.h"
@@ -25,8 +23,8 @@ Positions positions_in(mx::array& field) {
 }
 
 // The fields as the step gets them.
-LayerState layer_state(SlotMemory& memory, const PlannedStep& planned) {
-  auto& fields = memory.fields;
+LayerState layer_state(const LayerSteps& planned) {
+  auto& fields = planned.memory->fields;
   const int D = planned.layer.D, Dv = planned.layer.Dv;
   const SlotLayout& layout = planned.layout;
   const auto& recent = planned.recent_layout;
@@ -62,28 +60,22 @@ constexpr int kStepsToTidy = 64;
 struct Ready {
   Layer layer;
   LayerState state;
-  Step step;
-  Before before;
+  std::vector<PlannedStep> steps;
   std::vector<mx::array> held, frame;
-  std::vector<std::shared_ptr<ReservedRange>> ranges;  // to be tidied after this step
+  std::vector<std::shared_ptr<ReservedRange>> ranges;  // to be tidied after these steps
 
   void run() const {
-    keep(layer, state, step, before);
-    decode_step(layer, state, step);
+    for (const auto& [step, before] : steps) {
+      if (before) before->keep(layer, state, step, held);
+      decode_step(layer, state, step);
+    }
     for (const auto& range : ranges) range->drop_overwritten();
   }
 };
 
-// `count` elements after `data`.
-template <class T>
-T* after(T* data, int64_t count, Dtype dtype) {
-  using Bytes = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return static_cast<Bytes*>(data) + count * size_of(dtype);
-}
-
-class DecodeStepOnSlots : public CpuPrimitive {
+class DecodeOnSlots : public CpuPrimitive {
  public:
-  DecodeStepOnSlots(mx::Stream stream, std::vector<LayerStep> layers, bool sinks)
+  DecodeOnSlots(mx::Stream stream, std::vector<LayerSteps> layers, bool sinks)
       : CpuPrimitive(stream), layers_(std::move(layers)), sinks_(sinks) {}
 
   const char* name() const override {
@@ -99,28 +91,35 @@ class DecodeStepOnSlots : public CpuPrimitive {
     std::vector<Ready> ready;
     ready.reserve(layers_.size());
     int first = 0;
-    for (LayerStep& part : layers_) {
-      const Layer& layer = part.planned.layer;
-      Step step = std::move(part.planned.step);
-      step.q_dtype = dtype_of(q);
-      step.q_batch = q.strides(0), step.q_head = q.strides(1);
-      step.q = after(q.data<void>(), first * step.q_batch, step.q_dtype);
-      step.k_batch = k.strides(0), step.k_head = k.strides(1);
-      step.k = after(k.data<void>(), first * step.k_batch, dtype_of(k));
-      step.v_batch = v.strides(0), step.v_head = v.strides(1);
-      step.v = after(v.data<void>(), first * step.v_batch, dtype_of(v));
-      step.sinks = sinks_ ? inputs[3].data<float>() : nullptr;
-      const int64_t row = int64_t(layer.Hq) * layer.Dv;
-      step.out = after(outputs[0].data<void>(), first * row, layer.out_dtype);
+    for (LayerSteps& part : layers_) {
+      const Layer& layer = part.layer;
+      int token = 0;
+      for (auto& [step, before] : part.steps) {
+        step.q_dtype = dtype_of(q);
+        step.q_batch = q.strides(0), step.q_head = q.strides(1);
+        step.q = row(q, first, token);
+        step.k_batch = k.strides(0), step.k_head = k.strides(1);
+        step.k = row(k, first, token);
+        step.v_batch = v.strides(0), step.v_head = v.strides(1);
+        step.v = row(v, first, token);
+        step.sinks = sinks_ ? inputs[3].data<float>() : nullptr;
+        const int64_t sequence = int64_t(token) * q.shape(0) + first;
+        step.out =
+            outputs[0].data<char>() + sequence * layer.Hq * layer.Dv * size_of(layer.out_dtype);
+        if (before) before->allocate();
+        ++token;
+      }
       ready.push_back(
           {layer,
-           layer_state(*part.memory, part.planned),
-           std::move(step),
-           before_of(outputs, part.planned),
+           layer_state(part),
+           std::move(part.steps),
            part.memory->fields,
            part.memory->frame,
            {}});
-      if (++part.memory->steps % kStepsToTidy == 0) ready.back().ranges = part.memory->ranges;
+      const int steps = part.memory->steps;
+      part.memory->steps += token;
+      if (part.memory->steps / kStepsToTidy > steps / kStepsToTidy)
+        ready.back().ranges = part.memory->ranges;
       first += layer.B;
     }
     encoder.dispatch([ready = std::move(ready)] {
@@ -129,48 +128,25 @@ class DecodeStepOnSlots : public CpuPrimitive {
   }
 
  private:
-  // The outputs from the third on, in the order of `DecodingLayer::step`.
-  static Before before_of(std::vector<mx::array>& outputs, const PlannedStep& planned) {
-    const SlotLayout& layout = planned.layout;
-    const Layer& layer = planned.layer;
-    const Kept& kept = planned.kept;
-    Before before;
-    size_t next = 2;
-    if (kept.overwritten) {
-      before.slots = outputs[next++].data<int32_t>();
-      before.keys = slot_rows(outputs, next, layer.D, layout.k_bits, layout.k_group_size);
-      before.values = slot_rows(outputs, next, layer.Dv, layout.v_bits, layout.v_group_size);
-      before.positions = positions_in(outputs[next++]);
-      if (planned.measured) before.value_lengths = outputs[next++].data<uint16_t>();
-    }
-    if (kept.scores) before.scores = outputs[next++].data<float>();
-    if (kept.statistics)
-      for (float** statistic :
-           {&before.count, &before.mean_key, &before.var_key, &before.mean_value})
-        *statistic = outputs[next++].data<float>();
-    if (kept.victims) before.victims = outputs[next++].data<int32_t>();
-    if (kept.recent_rows) {
-      const SlotLayout& recent = *planned.recent_layout;
-      before.recent_keys = slot_rows(outputs, next, layer.D, recent.k_bits, recent.k_group_size);
-      before.recent_values = slot_rows(outputs, next, layer.Dv, recent.v_bits, recent.v_group_size);
-      if (planned.measured) before.recent_value_lengths = outputs[next++].data<uint16_t>();
-    }
-    if (kept.recent_scores) before.recent_scores = outputs[next++].data<float>();
-    return before;
+  // The row of a sequence's first head and a token.
+  static const void* row(const mx::array& rows, int sequence, int token) {
+    return rows.data<char>() +
+        (sequence * rows.strides(0) + token * rows.strides(2)) * int64_t(rows.itemsize());
   }
 
-  std::vector<LayerStep> layers_;
+  std::vector<LayerSteps> layers_;
   const bool sinks_;
 };
 
 }  // namespace
 
-std::vector<mx::array> decode_step_on_slots(
-    std::vector<LayerStep> layers, bool sinks, std::vector<mx::array> inputs,
-    std::vector<mx::Shape> shapes, std::vector<mx::Dtype> dtypes, mx::Stream stream) {
+std::vector<mx::array> decode_on_slots(
+    std::vector<LayerSteps> layers, bool sinks, std::vector<mx::array> inputs, mx::Shape out,
+    mx::Stream stream) {
+  const mx::Dtype dtype = inputs[0].dtype();
   return mx::array::make_arrays(
-      std::move(shapes), dtypes,
-      std::make_shared<DecodeStepOnSlots>(stream, std::move(layers), sinks), inputs);
+      {std::move(out), {1}}, {dtype, mx::int32},
+      std::make_shared<DecodeOnSlots>(stream, std::move(layers), sinks), inputs);
 }
 
 }  // namespace mlx_h2o

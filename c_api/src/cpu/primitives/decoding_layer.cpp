@@ -24,9 +24,11 @@ mx::array checked_sinks(const mx::array& sinks, const mx::array& q, mx::StreamOr
 DecodingLayer::DecodingLayer(
     const Stored& k, const Stored& v, std::vector<mx::array> others, KernelPolicy policy,
     bool remembers, bool answers, std::vector<float> saturation,
-    const std::optional<Recent>& recent, mx::StreamOrDevice s, const std::optional<Frame>& frame)
+    const std::optional<Recent>& recent, mx::StreamOrDevice s, const std::optional<Frame>& frame,
+    int undo)
     : layer_{},
       layout_(layout_of(k, v)),
+      undo_(undo),
       row_dtype_(k.arrays.back().dtype()),
       memory_(std::make_shared<SlotMemory>()),
       last_step_(0) {
@@ -90,128 +92,117 @@ void DecodingLayer::take_frame(const Frame& frame, mx::StreamOrDevice s) {
   layer_.frame_scale = memory_->frame[1].data<float>();
 }
 
-PlannedStep DecodingLayer::planned(const mx::array& q, float scale, PlannedToken token) const {
+LayerSteps DecodingLayer::planned(
+    const mx::array& q, float scale, std::vector<PlannedToken> tokens) const {
   require(memory_ != nullptr, "This layer was closed");
-  check_plan(token.heads, token.recent);
   const mx::Dtype positions = dtypes_[layout_.keys() + layout_.values() + Field::positions];
-  if (positions == mx::int16 && token.offset > kFewTokens)
-    refuse(
-        "Positions of " + std::to_string(token.offset) +
-        " tokens do not fit into the 16 bits that "
-        "these slots have for them");
-  PlannedStep planned{layout_, measured_, recent_layout_, layer_, {}, {}};
-  planned.step.heads = std::move(token.heads);
-  planned.step.offset = token.offset;
-  planned.step.aged_from = token.aged_from;
-  if (token.recent) {
-    planned.step.recent_slot = token.recent->slot;
-    planned.step.recent_length = token.recent->length;
-    planned.step.leaving = token.recent->leaving;
-  }
+  LayerSteps planned{memory_, layout_, measured_, recent_layout_, layer_, {}};
   planned.layer.Hq = q.shape(1);
   planned.layer.out_dtype = dtype_of(q);
   planned.layer.scale = scale;
+  for (PlannedToken& token : tokens) {
+    check_plan(token.heads, token.recent);
+    if (positions == mx::int16 && token.offset > kFewTokens)
+      refuse(
+          "Positions of " + std::to_string(token.offset) +
+          " tokens do not fit into the 16 bits that "
+          "these slots have for them");
+    Step step{};
+    step.heads = std::move(token.heads);
+    step.offset = token.offset;
+    step.aged_from = token.aged_from;
+    if (token.recent) {
+      step.recent_slot = token.recent->slot;
+      step.recent_length = token.recent->length;
+      step.leaving = token.recent->leaving;
+    }
+    std::shared_ptr<KeptParts> kept = undo_ ? before(step) : nullptr;
+    planned.steps.push_back({std::move(step), std::move(kept)});
+  }
   return planned;
 }
 
 mx::array DecodingLayer::step(
-    const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-    const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
-    const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before,
-    int aged_from) {
-  check_token(layer_.B, q, k, v);
-  PlannedStep planned = this->planned(q, scale, {offset, std::move(heads), recent, aged_from});
-  std::vector<mx::array> inputs{q, k, v};
-  if (sinks) inputs.push_back(checked_sinks(*sinks, q, s));
-  inputs.push_back(last_step_);
-  std::vector<mx::Shape> shapes{{layer_.B, q.shape(1), 1, layer_.Dv}, {1}};
-  std::vector<mx::Dtype> dtypes{q.dtype(), mx::int32};
-  if (before) planned.kept = kept_by(planned.step, shapes, dtypes);
-  auto outputs = decode_step_on_slots(
-      {{memory_, std::move(planned)}}, sinks.has_value(), std::move(inputs), std::move(shapes),
-      std::move(dtypes), mx::to_stream(s));
-  last_step_ = outputs[1];
-  if (before) before->assign(outputs.begin() + 2, outputs.end());
-  return outputs[0];
-}
-
-mx::array DecodingLayer::step_together(
     const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
     const mx::array& v, float scale, const std::optional<mx::array>& sinks,
-    std::vector<PlannedToken> tokens, mx::StreamOrDevice s) {
+    std::vector<std::vector<PlannedToken>> tokens, mx::StreamOrDevice s) {
   if (layers.empty() || tokens.size() != layers.size())
     refuse(
-        "There is one token for each of " + std::to_string(layers.size()) + " layers, not " +
+        "There are tokens for each of " + std::to_string(layers.size()) + " layers, not " +
         std::to_string(tokens.size()));
+  const int L = tokens[0].size();
+  require(L > 0, "There is no token");
   int B = 0;
   for (const DecodingLayer* layer : layers) B += layer->layer_.B;
-  std::vector<mx::array> inputs{q, k, v};
-  std::vector<LayerStep> steps;
+  std::vector<LayerSteps> steps;
   for (size_t i = 0; i < layers.size(); ++i) {
     // One that came twice would be written by two threads at once.
     for (size_t j = 0; j < i; ++j) require(layers[i] != layers[j], "A layer came twice");
-    layers[i]->check_token(B, q, k, v);
-    steps.push_back({layers[i]->memory_, layers[i]->planned(q, scale, std::move(tokens[i]))});
+    require(tokens[i].size() == size_t(L), "Layers differ in their number of tokens");
+    layers[i]->check_tokens(B, L, q, k, v);
+    steps.push_back(layers[i]->planned(q, scale, std::move(tokens[i])));
   }
+  std::vector<mx::array> inputs{q, k, v};
   if (sinks) inputs.push_back(checked_sinks(*sinks, q, s));
-  for (const DecodingLayer* layer : layers) inputs.push_back(layer->last_step_);
-  std::vector<mx::Shape> shapes{{B, q.shape(1), 1, layers[0]->layer_.Dv}, {1}};
-  auto outputs = decode_step_on_slots(
-      std::move(steps), sinks.has_value(), std::move(inputs), std::move(shapes),
-      {q.dtype(), mx::int32}, mx::to_stream(s));
+  for (size_t i = 0; i < layers.size(); ++i) {
+    inputs.push_back(layers[i]->last_step_);
+    for (const PlannedStep& step : steps[i].steps)
+      if (step.before) layers[i]->note(step.before);
+  }
+  const int Hq = q.shape(1), Dv = layers[0]->layer_.Dv;
+  auto outputs = decode_on_slots(
+      std::move(steps), sinks.has_value(), std::move(inputs),
+      L == 1 ? mx::Shape{B, Hq, 1, Dv} : mx::Shape{L, B, Hq, Dv}, mx::to_stream(s));
   for (DecodingLayer* layer : layers) layer->last_step_ = outputs[1];
-  return outputs[0];
+  return L == 1 ? outputs[0] : mx::transpose(outputs[0], {1, 2, 0, 3}, s);
 }
 
-Kept DecodingLayer::kept_by(
-    const Step& step, std::vector<mx::Shape>& shapes, std::vector<mx::Dtype>& dtypes) const {
+void DecodingLayer::note(std::shared_ptr<KeptParts> step) {
+  if (journal_.size() == size_t(undo_)) journal_.pop_front();
+  journal_.push_back(std::move(step));
+}
+
+// What a step will change.
+std::shared_ptr<KeptParts> DecodingLayer::before(const Step& step) const {
   const int rows = layout_.keys() + layout_.values();
-  const int newest = rows + Field::value_lengths + measured_;
-  const auto whole = [&](int field) {
-    if (shapes_[field] == mx::Shape{0}) return false;  // no scores
-    shapes.push_back(shapes_[field]);
-    dtypes.push_back(dtypes_[field]);
-    return true;
+  auto kept = std::make_shared<KeptParts>(layer_.B, layer_.Hk, step);
+  const auto add = [&](int field, Change change) {
+    if (shapes_[field] != mx::Shape{0})  // no scores
+      kept->add(field, change, shapes_[field], dtypes_[field]);
   };
-  // One number per head of a field.
-  const auto number = [&](int field) {
-    shapes.push_back({layer_.B, layer_.Hk});
-    dtypes.push_back(dtypes_[field]);
-  };
-  // One row per head of fields [B, ..., rows, width].
-  const auto row = [&](int first, int last) {
-    for (int field = first; field < last; ++field) {
-      number(field);
-      shapes.back().push_back(shapes_[field].back());
-    }
-  };
-  Kept kept;
-  bool chooses = false;
+  bool overwrites = false, chooses = false;
   for (const HeadPlan& head : step.heads) {
-    kept.overwritten |= head.victim >= 0;
+    overwrites |= head.victim >= 0;
     chooses |= head.choose;
   }
-  if (kept.overwritten) {
-    shapes.push_back({layer_.B, layer_.Hk});
-    dtypes.push_back(mx::int32);
-    row(0, rows);
-    number(rows + Field::positions);
-    if (measured_) number(rows + Field::value_lengths);
+  if (overwrites) {
+    for (int field = 0; field <= rows + Field::positions; ++field) add(field, Change::slot_row);
+    if (measured_) add(rows + Field::value_lengths, Change::slot_row);
+    if (layer_.remembers)
+      for (int field = Field::count; field <= Field::mean_value; ++field)
+        add(rows + field, Change::whole);
   }
-  kept.scores = whole(rows + Field::scores);
-  kept.statistics = kept.overwritten && layer_.remembers;
-  if (kept.statistics)
-    for (int field = Field::count; field <= Field::mean_value; ++field) whole(rows + field);
-  kept.victims = chooses && whole(rows + Field::victims);
+  add(rows + Field::scores, Change::whole);
+  if (chooses) add(rows + Field::victims, Change::whole);
   if (!recent_layout_) return kept;
-  const int of_newest = recent_layout_->keys() + recent_layout_->values();
-  kept.recent_rows = step.leaving;
-  if (kept.recent_rows) {
-    row(newest, newest + of_newest);
-    if (measured_) number(newest + of_newest + 1);
+  const int newest = rows + Field::value_lengths + measured_;
+  const int scores = newest + recent_layout_->keys() + recent_layout_->values();
+  if (step.leaving) {
+    for (int field = newest; field < scores; ++field) add(field, Change::ring_row);
+    if (measured_) add(scores + 1, Change::ring_row);
   }
-  kept.recent_scores = whole(newest + of_newest);
+  add(scores, Change::whole);
   return kept;
+}
+
+void DecodingLayer::take_back(int count) {
+  require(memory_ != nullptr, "This layer was closed");
+  if (count < 0 || size_t(count) > journal_.size())
+    refuse(
+        "Of this layer's steps " + std::to_string(journal_.size()) + " can be taken back, not " +
+        std::to_string(count));
+  mx::eval(last_step_);
+  for (; count; --count, journal_.pop_back()) journal_.back()->put_back(memory_->fields);
 }
 
 std::vector<mx::array> DecodingLayer::close(mx::StreamOrDevice s) {

@@ -1,6 +1,7 @@
 // A layer that decodes by fused steps.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -10,9 +11,9 @@
 
 namespace mlx_h2o {
 
-struct Kept;
-struct PlannedStep;
+struct LayerSteps;
 struct SlotMemory;
+class KeptParts;
 
 // The newest tokens where they are stored apart (recent.py).
 struct Recent {
@@ -44,32 +45,27 @@ class DecodingLayer {
   // victims [B, Hk, evict_every] int32, and, where the policy wants those of dense values,
   // value_lengths [B, S] float16. `close` gives all arrays back in this order, those of the newest
   // tokens (keys, values, scores, value_lengths) last. `saturation` is t of the remainder's term
-  // for each KV head.
+  // for each KV head; `undo` says how many of the last steps can be taken back.
   DecodingLayer(
       const Stored& keys, const Stored& values, std::vector<mx::array> fields, KernelPolicy policy,
       bool remembers, bool answers, std::vector<float> saturation,
       const std::optional<Recent>& recent, mx::StreamOrDevice s,
-      const std::optional<Frame>& frame = std::nullopt);
+      const std::optional<Frame>& frame = std::nullopt, int undo = 0);
 
-  // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
-  //
-  // `before` takes what the step changes, as it was, in this order: if a row is overwritten, slots
-  // [B, Hk] int32, the rows [B, Hk, width] of keys and values, positions [B, Hk], and value_lengths
-  // where there are any; scores, where there are any; count, mean_key, var_key and mean_value, if a
-  // row is folded; victims, if some are named; if one of the newest tokens leaves, the rows of its
-  // keys and values, and its value_lengths; scores of theirs, where there are any.
-  mx::array step(
-      const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-      const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
-      const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
-      std::vector<mx::array>* before = nullptr, int aged_from = 0);
-
-  // The same of several layers at once, which differ in their memory and its plan alone: out
-  // [B, Hq, 1, Dv], the sequences of the layers one after the other.
-  static mx::array step_together(
+  // Out [B, Hq, L, Dv] of L tokens in each of several layers, which differ in their memory and its
+  // plan alone: q [B, Hq, L, D], k [B, Hk, L, D] and v [B, Hk, L, Dv], the sequences of the layers
+  // one after the other. A layer's tokens are one step each, in order.
+  static mx::array step(
       const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
       const mx::array& v, float scale, const std::optional<mx::array>& sinks,
-      std::vector<PlannedToken> tokens, mx::StreamOrDevice s);
+      std::vector<std::vector<PlannedToken>> tokens, mx::StreamOrDevice s);
+
+  // The last steps that can be taken back, the oldest first.
+  const std::deque<std::shared_ptr<KeptParts>>& journal() const {
+    return journal_;
+  }
+  // Takes the last `count` of them back, in place; it waits for steps that have not run yet.
+  void take_back(int count);
 
   // The fields as arrays again; no step may follow.
   std::vector<mx::array> close(mx::StreamOrDevice s);
@@ -85,26 +81,25 @@ class DecodingLayer {
       const Stored& keys, const Stored& values, const std::vector<mx::array>& fields) const;
   void check_recent(const Stored& keys, const Stored& values, const Recent& recent) const;
   void take_frame(const Frame& frame, mx::StreamOrDevice s);
-  void check_token(int B, const mx::array& q, const mx::array& k, const mx::array& v) const;
+  void check_tokens(int B, int L, const mx::array& q, const mx::array& k, const mx::array& v) const;
   void check_plan(
       const std::vector<HeadPlan>& heads, const std::optional<RecentStep>& recent) const;
 
-  PlannedStep planned(const mx::array& q, float scale, PlannedToken token) const;
-
-  // What `step` hands out in `before`, whose shapes and dtypes are appended.
-  Kept kept_by(
-      const Step& step, std::vector<mx::Shape>& shapes, std::vector<mx::Dtype>& dtypes) const;
+  LayerSteps planned(const mx::array& q, float scale, std::vector<PlannedToken> tokens) const;
+  std::shared_ptr<KeptParts> before(const Step& step) const;
+  void note(std::shared_ptr<KeptParts> step);
 
   Layer layer_;
   SlotLayout layout_;
   std::optional<SlotLayout> recent_layout_;
-  int recent_size_ = 0;
+  int recent_size_ = 0, undo_ = 0;
   bool measured_ = false;  // value lengths are kept
   mx::Dtype row_dtype_;
   std::vector<mx::Shape> shapes_;
   std::vector<mx::Dtype> dtypes_;
   std::shared_ptr<SlotMemory> memory_;
   mx::array last_step_;
+  std::deque<std::shared_ptr<KeptParts>> journal_;
 };
 
 }  // namespace mlx_h2o

@@ -78,20 +78,20 @@ void DecodingLayer::check_recent(const Stored& k, const Stored& v, const Recent&
         {{"they are", *recent.value_lengths}, {"newest keys", first}});
 }
 
-void DecodingLayer::check_token(
-    int B, const mx::array& q, const mx::array& k, const mx::array& v) const {
+void DecodingLayer::check_tokens(
+    int B, int L, const mx::array& q, const mx::array& k, const mx::array& v) const {
   const int Hk = layer_.Hk, D = layer_.D, Dv = layer_.Dv;
-  if (q.ndim() != 4 || q.shape(0) != B || q.shape(1) % Hk || q.shape(2) != 1 || q.shape(3) != D)
+  if (q.ndim() != 4 || q.shape(0) != B || q.shape(1) % Hk || q.shape(2) != L || q.shape(3) != D)
     refuse(
-        "q must be [" + std::to_string(B) + ", Hq, 1, " + std::to_string(D) +
-            "] with a multiple of " + std::to_string(Hk) + " heads",
+        "q must be [" + std::to_string(B) + ", Hq, " + std::to_string(L) + ", " +
+            std::to_string(D) + "] with a multiple of " + std::to_string(Hk) + " heads",
         {{"it is", q}});
   if (q.shape(1) / Hk > kMaxRows)
     refuse(
         "At most " + std::to_string(kMaxRows) + " query heads may share one of " +
             std::to_string(Hk) + " KV heads",
         {{"q", q}});
-  const mx::Shape of_k{B, Hk, 1, D}, of_v{B, Hk, 1, Dv};
+  const mx::Shape of_k{B, Hk, L, D}, of_v{B, Hk, L, Dv};
   if (k.shape() != of_k || v.shape() != of_v)
     refuse("k and v must be " + text(of_k) + " and " + text(of_v), {{"k", k}, {"v", v}});
   require(

@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "before.h"
+#include "kept_parts.h"
 #include "reserved_range.h"
 #include "stored.h"
 
@@ -24,43 +24,33 @@ struct Field {
   enum { positions, scores, count, mean_key, var_key, mean_value, victims, value_lengths };
 };
 
-// What a step hands out beside its output: which of a layer's fields, as they were before.
-struct Kept {
-  bool overwritten = false;  // rows of slots, with their slots, positions and value lengths
-  bool scores = false;
-  bool statistics = false;
-  bool victims = false;
-  bool recent_rows = false;
-  bool recent_scores = false;
-};
-
 // Takes arrays out of the graph: their buffers where no one else holds them, copies otherwise. The
 // array that it returns is ready when it is done; steps and `close_slots` take it.
 mx::array open_slots(
     std::shared_ptr<SlotMemory> memory, std::vector<mx::array> fields, mx::Stream stream);
 
-// One step as far as it is known before its arrays are.
+// One token's step as far as it is known before its arrays are; `before`, if it can be taken back.
 struct PlannedStep {
+  Step step;
+  std::shared_ptr<KeptParts> before;
+};
+
+// The steps of a layer's next tokens.
+struct LayerSteps {
+  std::shared_ptr<SlotMemory> memory;
   SlotLayout layout;
   bool measured;  // value lengths are kept
   std::optional<SlotLayout> recent_layout;
   Layer layer;
-  Step step;
-  Kept kept;
+  std::vector<PlannedStep> steps;
 };
 
-// A layer's part in a step.
-struct LayerStep {
-  std::shared_ptr<SlotMemory> memory;
-  PlannedStep planned;
-};
-
-// Out [B, Hq, 1, Dv], an array that is ready after the step, and what it changed, as it was, of
-// these shapes and dtypes; the latter of one layer alone. `inputs` are q, k, v, `sinks` if any, and
-// what the step comes after. The sequences [B, ...] are those of the layers, one after the other.
-std::vector<mx::array> decode_step_on_slots(
-    std::vector<LayerStep> layers, bool sinks, std::vector<mx::array> inputs,
-    std::vector<mx::Shape> shapes, std::vector<mx::Dtype> dtypes, mx::Stream stream);
+// Out of L tokens, [L, B, Hq, Dv] or of this size, and an array that is ready after them.
+// `inputs` are q, k, v [B, ..., L, width], `sinks` if any, and what the steps come after. The
+// sequences [B, ...] are those of the layers, one after the other.
+std::vector<mx::array> decode_on_slots(
+    std::vector<LayerSteps> layers, bool sinks, std::vector<mx::array> inputs, mx::Shape out,
+    mx::Stream stream);
 
 // The arrays in the graph again, of these shapes and dtypes.
 std::vector<mx::array> close_slots(

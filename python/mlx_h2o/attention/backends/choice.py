@@ -97,18 +97,18 @@ def cpu() -> ModuleType | None:
 def accepts(
     settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.array, proof: Proof
 ) -> bool:
-    """Whether the default device has a fused step for this call; else it goes op by op.
+    """Whether the default device has fused steps for this call; else it goes op by op.
 
     Args:
         settings: The layer's settings.
-        call: The call's queries and mask.
+        call: The call's queries and mask; each query attends to the rows before it and its own.
         k: `[B, Hk, L, D]`, the new keys.
         v: `[B, Hk, L, Dv]`, the new values.
         proof: The function that compares small steps like these with the definition, if this GPU
             has not done so yet.
     """
-    one_token = k.shape[2] == 1 and call.mask is None and not call.softcap
-    if not one_token or k.dtype != v.dtype or settings.rope is not None:
+    one_by_one = call.mask is None and not call.softcap
+    if not one_by_one or k.dtype != v.dtype or settings.rope is not None:
         return False
     if settings.ranks > 1 and settings.policy.unit == "layer":
         return False  # kernels have only this rank's heads
@@ -116,17 +116,16 @@ def accepts(
         return False
     of_gpu = gpu()
     if of_gpu is not None:
-        # Only the CPU kernel handles two kinds of rows in one step.
-        return settings.packing.recent_bits is None and of_gpu.can_decode(
-            settings, call, k, v, proof
-        )
+        # Only the CPU kernel handles several tokens at once, or two kinds of rows.
+        cpus_alone = k.shape[2] > 1 or settings.packing.recent_bits is not None
+        return not cpus_alone and of_gpu.can_decode(settings, call, k, v, proof)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and settings.kernel_policy is not None and backend() is not reference
 
 
 def step_together(
     decoders: Sequence[Decoder],
-    tokens: Sequence[PlannedToken],
+    tokens: Sequence[Sequence[PlannedToken]],
     call: AttentionCall,
     k: mx.array,
     v: mx.array,
@@ -135,7 +134,7 @@ def step_together(
 
     Args:
         decoders: The decoders that hold the layers, of one sequence each.
-        tokens: The tokens' plans.
+        tokens: Each layer's plan for its token, in a sequence of one.
         call: Queries `[B, Hq, 1, D]`, one sequence for each layer.
         k: `[B, H, 1, D]`.
         v: `[B, H, 1, Dv]`.
@@ -143,15 +142,15 @@ def step_together(
     Returns:
         `[B, Hq, 1, Dv]`.
     """
-    if gpu() is None and not any(token.before for token in tokens):
+    if gpu() is None:
         from mlx_h2o.attention.backends.cpu_decoder import CPUDecoder
 
         of_cpu = [decoder for decoder in decoders if isinstance(decoder, CPUDecoder)]
         return CPUDecoder.step_together(of_cpu, tokens, call.q, k, v, call.scale, call.sinks)
     q, k, v = (mx.split(rows, len(decoders)) for rows in (call.q, k, v))
     outs = [
-        decoder.step(DecodeStep(q[i], k[i], v[i], call.scale, call.sinks, token))
-        for i, (decoder, token) in enumerate(zip(decoders, tokens, strict=True))
+        decoder.step(DecodeStep(q[i], k[i], v[i], call.scale, call.sinks, of_layer))
+        for i, (decoder, of_layer) in enumerate(zip(decoders, tokens, strict=True))
     ]
     return mx.concatenate(outs, axis=0)
 

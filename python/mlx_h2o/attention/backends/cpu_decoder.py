@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -10,7 +11,8 @@ from mlx_h2o import _ext
 from mlx_h2o.attention.backends.cpu import stored
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.slots.remainder import STATISTICS, Remainder
+from mlx_h2o.slots.journal import StepBefore
+from mlx_h2o.slots.remainder import Remainder
 from mlx_h2o.slots.slot_store import under
 
 
@@ -38,20 +40,18 @@ class CPUDecoder(Decoder):
             others["slots.value_lengths"] = lengths
         # The arrays that the extension returns, in its order; dicts of fields may have another one.
         rows = [*packing.names("keys"), *packing.names("values")]
-        self._scored, self._remembers = "scores" in lent.fields, settings.remembers
+        self._scored, self._windowed = "scores" in lent.fields, lent.window is not None
         self._returned = [*(f"slots.{name}" for name in rows), *others]
-        self._rows = [f"slots.{name}" for name in rows]
-        self._lengths = [] if lengths is None else ["value_lengths"]
-        self._recent_rows = list[str]()
+        # The journal's entries of the steps that the extension can take back.
+        self._kept = deque[StepBefore](maxlen=settings.undo)
         self.nbytes = lent.nbytes(settings.remembers)
         newest = None
         if lent.window is not None:
             recent = packing.recent
             assert recent is not None
             rows = [*recent.names("keys"), *recent.names("values")]
-            self._recent_rows = [f"recent.{name}" for name in rows]
-            newest_lengths = [f"recent.{name}" for name in self._lengths]
-            self._returned += [*self._recent_rows, "recent.scores", *newest_lengths]
+            names = [*rows, "scores", *([] if lengths is None else ["value_lengths"])]
+            self._returned += [f"recent.{name}" for name in names]
             newest = _ext.Recent(
                 stored(recent.rows("keys", lent.window)),
                 stored(recent.rows("values", lent.window)),
@@ -68,83 +68,72 @@ class CPUDecoder(Decoder):
             saturation=list(settings.saturations(lent.remainder.count.shape[1])),
             recent=newest,
             frame=None if settings.frame is None else _ext.Frame(*settings.frame.arrays),
+            undo=settings.undo,
         )
 
     def step(self, step: DecodeStep) -> mx.array:
-        token = step.token
-        out, changed = self._layer.step(
-            step.q,
-            step.k,
-            step.v,
-            scale=step.scale,
-            sinks=step.sinks,
-            offset=token.offset,
-            heads=list(token.heads),
-            recent=token.recent,
-            undo=token.before is not None,
-            aged_from=token.aged_from,
+        return self.step_together(
+            [self], [step.tokens], step.q, step.k, step.v, step.scale, step.sinks
         )
-        if token.before is not None:
-            token.before.arrays = dict(zip(self._changed_by(token), changed, strict=True))
-        return out
 
     @staticmethod
     def step_together(
         decoders: Sequence[CPUDecoder],
-        tokens: Sequence[PlannedToken],
+        tokens: Sequence[Sequence[PlannedToken]],
         q: mx.array,
         k: mx.array,
         v: mx.array,
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """One token in each of several layers, in one operation.
+        """L tokens in each of several layers, in one operation.
 
         Args:
             decoders: The decoders that hold the layers.
-            tokens: The tokens' plans; none can be undone.
-            q: `[B, Hq, 1, D]`, the layers' sequences one after the other.
-            k: `[B, H, 1, D]`.
-            v: `[B, H, 1, Dv]`.
+            tokens: The plans of each layer's tokens.
+            q: `[B, Hq, L, D]`, the layers' sequences one after the other.
+            k: `[B, H, L, D]`.
+            v: `[B, H, L, Dv]`.
             scale: Factor on q.k.
             sinks: Attention-sink logits `[Hq]`.
 
         Returns:
-            `[B, Hq, 1, Dv]`.
+            `[B, Hq, L, Dv]`.
         """
         plans = [
-            (token.offset, list(token.heads), token.recent, token.aged_from) for token in tokens
+            [(token.offset, token.heads, token.recent, token.aged_from) for token in of_layer]
+            for of_layer in tokens
         ]
-        return _ext.step_together(
-            [decoder._layer for decoder in decoders],
-            q, k, v, scale=scale, sinks=sinks, tokens=plans,
+        out = _ext.step(
+            [decoder._layer for decoder in decoders], q, k, v,
+            scale=scale, sinks=sinks, tokens=plans,
         )  # fmt: skip
+        for decoder, of_layer in zip(decoders, tokens, strict=True):
+            decoder._kept.extend(token.before for token in of_layer if token.before is not None)
+        return out
 
-    def _changed_by(self, token: PlannedToken) -> list[str]:
-        """Names of the arrays that a step returns, in the order of the extension."""
-        names = []
-        overwrites = any(head.victim >= 0 for head in token.heads)
-        if overwrites:
-            names += ["slot", *self._rows, "slots.positions"]
-            names += [f"slots.{name}" for name in self._lengths]
-        if self._scored:
-            names.append("slots.scores")
-        if overwrites and self._remembers:
-            names += [f"remainder.{name}" for name in STATISTICS]
-        if any(head.choose for head in token.heads):
-            names.append("victims")
-        if token.recent is not None:
-            if token.recent.leaving:
-                names += [*self._recent_rows, *(f"recent.{name}" for name in self._lengths)]
-            names += ["recent.scores"] if self._scored else []
-        return names
+    @property
+    def journal_bytes(self) -> int:
+        return self._layer.journal_bytes
+
+    def take_back(self, count: int) -> bool:
+        if count > len(self._kept):
+            return False
+        self._layer.take_back(count)
+        for _ in range(count):
+            self._kept.pop()
+        return True
 
     def end(self) -> Lent:
+        if self._kept:
+            for before, changed in zip(self._kept, self._layer.journal(), strict=True):
+                names = ("slot" if field < 0 else self._returned[field] for field, _ in changed)
+                before.arrays = dict(zip(names, (array for _, array in changed), strict=True))
         arrays = dict(zip(self._returned, self._layer.close(), strict=True))
         if not self._scored:  # then the array returned for them is empty
             for name in ("slots.scores", "recent.scores"):
                 arrays.pop(name, None)
-        window = under("recent.", arrays) if self._recent_rows else None
+        window = under("recent.", arrays) if self._windowed else None
         remainder = Remainder(**under("remainder.", arrays))
         return Lent(under("slots.", arrays), remainder, arrays["victims"], window)
 

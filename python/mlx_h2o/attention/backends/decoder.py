@@ -9,6 +9,7 @@ side of this is c_api/src/cpu/decode_step.h and metal/decode_step.h.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -48,7 +49,8 @@ class PlannedToken(NamedTuple):
         offset: The next logical position.
         heads: One plan for each KV head.
         recent: The effect on the recent window, or None without one.
-        before: The journal's entry for the step, or None; it takes the arrays that change.
+        before: The journal's entry for the step, or None; it takes the arrays that change, from a
+            decoder that keeps them itself when it ends.
         aged_from: The position from which ages count.
     """
 
@@ -65,15 +67,15 @@ class PlannedToken(NamedTuple):
 
 
 class DecodeStep(NamedTuple):
-    """One token's operands and plan in a layer.
+    """The operands and plans of L tokens in a layer; more than one on the CPU alone.
 
     Attributes:
-        q: `[B, Hq, 1, D]`.
-        k: `[B, H, 1, D]`, the new key.
-        v: `[B, H, 1, Dv]`, the new value.
+        q: `[B, Hq, L, D]`.
+        k: `[B, H, L, D]`, the new keys.
+        v: `[B, H, L, Dv]`, the new values.
         scale: Factor on q.k.
         sinks: Attention-sink logits `[Hq]`.
-        token: The layer's plan for the token.
+        tokens: The layer's plan for each token.
     """
 
     q: mx.array
@@ -81,7 +83,7 @@ class DecodeStep(NamedTuple):
     v: mx.array
     scale: float
     sinks: mx.array | None
-    token: PlannedToken
+    tokens: Sequence[PlannedToken]
 
 
 @dataclass
@@ -118,12 +120,21 @@ class Decoder(ABC):
     on_gpu: ClassVar[bool]
     nbytes: int
 
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes of what the decoder itself keeps so that steps can be taken back."""
+        return 0
+
+    def take_back(self, count: int) -> bool:
+        """Undo the last `count` steps in place, or return False where `end` must come first."""
+        return False
+
     @abstractmethod
     def step(self, step: DecodeStep) -> mx.array:
         """Fold the victim, write the new row, attend, accumulate scores, choose the next victims.
 
         Returns:
-            `[B, Hq, 1, Dv]`.
+            `[B, Hq, L, Dv]`.
         """
 
     @abstractmethod

@@ -82,7 +82,7 @@ class GPUDecoder(Decoder):
             self.nbytes += self._slots.norms.nbytes
 
     def step(self, step: DecodeStep) -> mx.array:
-        token = step.token
+        (token,) = step.tokens
         assert token.recent is None
         if token.before is not None:
             token.before.arrays = self._changed_by(token.heads)
@@ -134,7 +134,7 @@ class GPUDecoder(Decoder):
         self, step: DecodeStep, plan: StepPlan, written: mx.array, means: mx.array | None
     ) -> Attended:
         """Attention over the slots, after the new row is written."""
-        answers = self._settings.remainder and step.token.evicts
+        answers = self._settings.remainder and step.tokens[0].evicts
         frame = self._settings.frame
         return attend(
             self._launcher,

@@ -1,0 +1,268 @@
+"""`python -m benchmarks.speculation`: time of drafts, ours over the hosts' own caches.
+
+Speculative decoding in mlx-lm: seconds per token that it yields, drafted by the model itself (all
+drafts are right) and by its first layers (most are wrong, and taken back). Then plain decoding in
+mlx-lm and mlx-vlm below the bound: seconds per token under `install` over without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+
+import mlx_h2o
+from benchmarks import machine
+from benchmarks.measuring import Arm, Samples, in_turns
+from benchmarks.model import prompt_tokens
+from mlx_h2o._progress import progress_bar
+from mlx_h2o.cli import main as run_main
+from mlx_h2o.cli.options import add_model_option, settle_model
+from mlx_h2o.cli.parsing import Parser
+from mlx_h2o.cli.tables import show
+from mlx_h2o.evaluate.report import Table
+from mlx_h2o.hosts.stock_caches import stock_caches
+from mlx_h2o.loading.load import load
+from mlx_h2o.models.install import NothingBounded
+from mlx_h2o.models.make import make_prompt_cache
+
+DRAFTED = (2, 4)
+#: Layers of a draft model that is cut from the model.
+LAYERS = 4
+PLAIN, ROOM, BEYOND = "own caches", "with room", "beyond the bound"
+#: More than all tokens of a run.
+ROOMY = 4096
+# Of one visit: few, so that all arms have theirs before the machine's load changes.
+TURNS, TOKENS, TINY_TOKENS = 4, 8, 64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit codes are those of the command `mlx_h2o`."""
+    return run_main(argv, parser)
+
+
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
+        prog="benchmarks.speculation",
+        description="Measure speculative decoding with bounded caches against mlx-lm's own caches, "
+        "and plain decoding under install against without it, in turns within one process.",
+    )
+    add_model_option(made)
+    made.add_argument("--rounds", type=int, default=15, metavar="N", help="visits of each arm")
+    made.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens read before")
+    made.add_argument(
+        "--slots", type=int, default=256, metavar="N", help="slots of the arm beyond the bound"
+    )
+    style = made.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    made.set_defaults(run=run)
+    return made
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and print."""
+    if args.rounds < 1 or not args.slots < args.prompt < ROOMY // 2:
+        raise ValueError(f"Give a round or more, and --slots below --prompt below {ROOMY // 2}.")
+    machine.require_kernels()
+    settle_model(args)
+    model, tokenizer = load(args.model)
+    prompt = prompt_tokens(tokenizer, args.prompt)
+    with progress_bar("drafts") as bar:
+        drafted = in_turns(speculating(model, prompt, args.slots), args.rounds, progress=bar)
+    with progress_bar("install") as bar:
+        installed = in_turns(installing(model, prompt), args.rounds, progress=bar)
+    mlx_h2o.uninstall()
+    if args.json:
+        print(json.dumps(as_json(drafted, installed)))
+        return
+    for table in tables(drafted, installed):
+        show(table, args.markdown)
+
+
+def names(drafter: str, drafted: int) -> dict[str, str]:
+    """The arms of one setting of speculative decoding, by their caches."""
+    return {kind: f"{drafter}, {drafted} drafts, {kind}" for kind in (PLAIN, ROOM, BEYOND)}
+
+
+def drafters(model: nn.Module) -> dict[str, nn.Module]:
+    """The draft models by name."""
+    cut = copy.copy(model)
+    cut.model = copy.copy(model.model)
+    cut.model.layers = model.model.layers[:LAYERS]
+    return {"the model itself": model, f"its first {LAYERS} layers": cut}
+
+
+def speculating(model: nn.Module, prompt: mx.array, slots: int) -> dict[str, Arm]:
+    """The arms of speculative decoding."""
+    arms: dict[str, Arm] = {}
+    for drafter, draft in drafters(model).items():
+        for drafted in DRAFTED:
+            for kind, arm in names(drafter, drafted).items():
+                caches: list[Any] = []
+                for one in (model, draft):
+                    size = {"max_size": slots if kind == BEYOND else ROOMY, "undo": drafted}
+                    bounded = kind != PLAIN
+                    caches += make_prompt_cache(one, **size) if bounded else stock_caches(one)
+                host(kind != PLAIN)
+                steps = sys.modules["mlx_lm.generate"].speculative_generate_step(
+                    prompt, model, draft, num_draft_tokens=drafted, max_tokens=sys.maxsize,
+                    prompt_cache=caches,
+                )  # fmt: skip
+                until_turns(steps, 1)
+                arms[arm] = turns_of(steps, kind != PLAIN)
+    return arms
+
+
+def until_turns(steps: Iterator[Any], turns: int) -> int:
+    """Take the tokens of so many drafts, each with the model's own token; return how many."""
+    for tokens in count(1):
+        turns -= not next(steps)[2]
+        if not turns:
+            return tokens
+    raise AssertionError("count() ended")
+
+
+def turns_of(steps: Iterator[Any], bounded: bool) -> Arm:
+    """An arm of speculative decoding; seconds per token."""
+
+    def arm() -> float:
+        host(bounded)
+        start = time.perf_counter()
+        tokens = until_turns(steps, TURNS)
+        return (time.perf_counter() - start) / tokens
+
+    return arm
+
+
+def host(bounded: bool, **settings: Any) -> None:
+    """Install or uninstall."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingBounded)
+        mlx_h2o.install(**settings) if bounded else mlx_h2o.uninstall()
+
+
+def installing(model: nn.Module, prompt: mx.array) -> dict[str, Arm]:
+    """The arms of plain decoding, whose caches the hosts make."""
+    makers: dict[str, tuple[Callable[[], Iterator[Any]], int]] = {
+        "mlx-lm": (lambda: generate_step(prompt, model, max_tokens=-1), TOKENS)
+    }
+    if find_spec("mlx_vlm"):
+        tiny, tokens = tiny_vlm(), mx.arange(1, 1 + TINY_TOKENS)[None]
+
+        def vlm() -> Iterator[Any]:
+            from mlx_vlm.generate.ar import generate_step
+
+            steps: Iterator[Any] = generate_step(tokens, tiny, None, None, max_tokens=sys.maxsize)
+            return steps
+
+        makers["mlx-vlm, a tiny model"] = (vlm, TINY_TOKENS)
+    arms: dict[str, Arm] = {}
+    for name, (make, tokens_each) in makers.items():
+        for bounded in (False, True):
+            host(bounded, max_size=ROOMY)
+            steps = make()
+            next(steps)
+            arms[f"{name}, install" if bounded else name] = tokens_of(steps, bounded, tokens_each)
+    return arms
+
+
+def tokens_of(steps: Iterator[Any], bounded: bool, tokens: int) -> Arm:
+    """An arm of plain decoding; seconds per token."""
+
+    def arm() -> float:
+        host(bounded, max_size=ROOMY)
+        next(steps)  # the look-ahead of its last visit
+        start = time.perf_counter()
+        for _ in range(tokens):
+            next(steps)
+        return (time.perf_counter() - start) / tokens
+
+    return arm
+
+
+def tiny_vlm() -> nn.Module:
+    """A Qwen2-VL of random weights and four layers, whose time is not that of its products."""
+    from mlx_vlm.models import qwen2_vl
+
+    mx.random.seed(0)
+    text = qwen2_vl.TextConfig(
+        "qwen2_vl", hidden_size=128, num_hidden_layers=4, intermediate_size=256,
+        num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=128,
+        rope_scaling={"type": "mrope", "mrope_section": [4, 6, 6]},
+    )  # fmt: skip
+    vision = qwen2_vl.VisionConfig(depth=1, embed_dim=32, hidden_size=128, num_heads=2)
+    tokens = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122}
+    model = qwen2_vl.Model(qwen2_vl.ModelConfig(text, vision, "qwen2_vl", vocab_size=128, **tokens))
+    mx.eval(model.parameters())
+    return model
+
+
+def ratios(drafted: Samples) -> dict[str, dict[str, float]]:
+    """Of each setting of drafts our time per token over the plain caches', by room."""
+    settings = {arm.removesuffix(f", {PLAIN}") for arm in drafted.arms if arm.endswith(PLAIN)}
+    return {
+        setting: {
+            kind: drafted.ratio(f"{setting}, {kind}", f"{setting}, {PLAIN}")
+            for kind in (ROOM, BEYOND)
+        }
+        for setting in sorted(settings)
+    }
+
+
+def install_ratios(installed: Samples) -> dict[str, float]:
+    """Of each host the time per token under `install` over without."""
+    return {
+        arm: installed.ratio(f"{arm}, install", arm)
+        for arm in installed.arms
+        if not arm.endswith(", install")
+    }
+
+
+def as_json(drafted: Samples, installed: Samples) -> dict[str, Any]:
+    """All results, as JSON types."""
+    return {
+        "machine": machine.describe(),
+        "speculation": {"arms": drafted.as_json(), "over_plain": ratios(drafted)},
+        "install": {"arms": installed.as_json(), "over_without": install_ratios(installed)},
+    }
+
+
+def tables(drafted: Samples, installed: Samples) -> list[Table]:
+    """Milliseconds and ratios."""
+    speculation = [
+        [
+            setting,
+            f"{1e3 * drafted.median(f'{setting}, {PLAIN}'):.1f} ms",
+            *(f"{of_kind[kind]:.3f}" for kind in (ROOM, BEYOND)),
+        ]
+        for setting, of_kind in ratios(drafted).items()
+    ]
+    plain = [
+        [host, f"{1e3 * installed.median(host):.2f} ms", f"{ratio:.3f}"]
+        for host, ratio in install_ratios(installed).items()
+    ]
+    return [
+        Table(
+            "Speculative decoding, time per token",
+            ["drafts of", f"mlx-lm's {PLAIN}", f"ours {ROOM}, ratio", f"{BEYOND}, ratio"],
+            speculation,
+        ),
+        Table("Plain decoding, time per token", ["host", "without", "install, ratio"], plain),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
