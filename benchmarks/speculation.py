@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from mlx_lm.generate import generate_step
 
 import mlx_h2o
 from benchmarks import machine
-from benchmarks.measuring import Arm, Samples, in_turns
+from benchmarks.measuring import Arm, Progress, Samples, in_turns
 from benchmarks.model import prompt_tokens
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.cli import main as run_main
@@ -81,20 +81,15 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model)
     prompt = prompt_tokens(tokenizer, args.prompt)
     with progress_bar("drafts") as bar:
-        drafted = in_turns(speculating(model, prompt, args.slots), args.rounds, progress=bar)
+        drafts = measure_drafts(model, prompt, args.slots, args.rounds, bar)
     with progress_bar("install") as bar:
         installed = in_turns(installing(model, prompt), args.rounds, progress=bar)
     mlx_h2o.uninstall()
     if args.json:
-        print(json.dumps(as_json(drafted, installed)))
+        print(json.dumps(as_json(drafts, installed)))
         return
-    for table in tables(drafted, installed):
+    for table in tables(drafts, installed):
         show(table, args.markdown)
-
-
-def names(drafter: str, drafted: int) -> dict[str, str]:
-    """The arms of one setting of speculative decoding, by their caches."""
-    return {kind: f"{drafter}, {drafted} drafts, {kind}" for kind in (PLAIN, ROOM, BEYOND)}
 
 
 def drafters(model: nn.Module) -> dict[str, nn.Module]:
@@ -105,46 +100,62 @@ def drafters(model: nn.Module) -> dict[str, nn.Module]:
     return {"the model itself": model, f"its first {LAYERS} layers": cut}
 
 
-def speculating(model: nn.Module, prompt: mx.array, slots: int) -> dict[str, Arm]:
-    """The arms of speculative decoding."""
-    arms: dict[str, Arm] = {}
-    for drafter, draft in drafters(model).items():
-        for drafted in DRAFTED:
-            for kind, arm in names(drafter, drafted).items():
-                caches: list[Any] = []
-                for one in (model, draft):
-                    size = {"max_size": slots if kind == BEYOND else ROOMY, "undo": drafted}
-                    bounded = kind != PLAIN
-                    caches += make_prompt_cache(one, **size) if bounded else stock_caches(one)
-                host(kind != PLAIN)
-                steps = sys.modules["mlx_lm.generate"].speculative_generate_step(
-                    prompt, model, draft, num_draft_tokens=drafted, max_tokens=sys.maxsize,
-                    prompt_cache=caches,
-                )  # fmt: skip
-                until_turns(steps, 1)
-                arms[arm] = turns_of(steps, kind != PLAIN)
-    return arms
+def measure_drafts(
+    model: nn.Module, prompt: mx.array, slots: int, rounds: int, progress: Progress
+) -> dict[str, Samples]:
+    """Seconds per token of speculative decoding, by setting and caches."""
+    settings = list(product(drafters(model).items(), DRAFTED))
+    found = {}
+    for i, ((name, draft), drafted) in enumerate(settings):
+
+        def within(done: int, whole: int, before: int = i) -> None:
+            progress(before * whole + done, len(settings) * whole)
+
+        arms = {
+            kind: speculating(model, draft, prompt, drafted, size)
+            for kind, size in ((PLAIN, None), (ROOM, ROOMY), (BEYOND, slots))
+        }
+        found[f"{name}, {drafted} at once"] = in_turns(arms, rounds, progress=within)
+    return found
 
 
-def until_turns(steps: Iterator[Any], turns: int) -> int:
-    """Take the tokens of so many drafts, each with the model's own token; return how many."""
-    for tokens in count(1):
-        turns -= not next(steps)[2]
-        if not turns:
-            return tokens
-    raise AssertionError("count() ended")
+def speculating(
+    model: nn.Module, draft: nn.Module, prompt: mx.array, drafted: int, size: int | None
+) -> Arm:
+    """An arm of speculative decoding; seconds per token.
 
-
-def turns_of(steps: Iterator[Any], bounded: bool) -> Arm:
-    """An arm of speculative decoding; seconds per token."""
+    Args:
+        model: The model.
+        draft: The draft model.
+        prompt: The tokens read before.
+        drafted: Tokens drafted at once.
+        size: Slots of both models' caches, or None for their own caches.
+    """
+    caches: list[Any] = []
+    for one in (model, draft):
+        caches += stock_caches(one) if size is None else make_prompt_cache(one, size, undo=drafted)
+    host(size is not None)
+    steps = sys.modules["mlx_lm.generate"].speculative_generate_step(
+        prompt, model, draft, num_draft_tokens=drafted, max_tokens=sys.maxsize, prompt_cache=caches
+    )
+    until_turns(steps, 1)
 
     def arm() -> float:
-        host(bounded)
+        host(size is not None)
         start = time.perf_counter()
         tokens = until_turns(steps, TURNS)
         return (time.perf_counter() - start) / tokens
 
     return arm
+
+
+def until_turns(steps: Iterator[Any], turns: int) -> int:
+    """Take the tokens of so many drafts, each with the model's own after them; return how many."""
+    for tokens in count(1):
+        turns -= not next(steps)[2]
+        if not turns:
+            return tokens
+    raise AssertionError("count() ended")
 
 
 def host(bounded: bool, **settings: Any) -> None:
@@ -198,28 +209,21 @@ def tiny_vlm() -> nn.Module:
     from mlx_vlm.models import qwen2_vl
 
     mx.random.seed(0)
+    scaling: dict[str, Any] = {"type": "mrope", "mrope_section": [4, 6, 6]}
     text = qwen2_vl.TextConfig(
         "qwen2_vl", hidden_size=128, num_hidden_layers=4, intermediate_size=256,
         num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=128,
-        rope_scaling={"type": "mrope", "mrope_section": [4, 6, 6]},
+        rope_scaling=scaling,
     )  # fmt: skip
     vision = qwen2_vl.VisionConfig(depth=1, embed_dim=32, hidden_size=128, num_heads=2)
-    tokens = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122}
-    model = qwen2_vl.Model(qwen2_vl.ModelConfig(text, vision, "qwen2_vl", vocab_size=128, **tokens))
+    model = qwen2_vl.Model(
+        qwen2_vl.ModelConfig(
+            text, vision, "qwen2_vl", vocab_size=128,
+            image_token_id=120, video_token_id=121, vision_start_token_id=122,
+        )
+    )  # fmt: skip
     mx.eval(model.parameters())
     return model
-
-
-def ratios(drafted: Samples) -> dict[str, dict[str, float]]:
-    """Of each setting of drafts our time per token over the plain caches', by room."""
-    settings = {arm.removesuffix(f", {PLAIN}") for arm in drafted.arms if arm.endswith(PLAIN)}
-    return {
-        setting: {
-            kind: drafted.ratio(f"{setting}, {kind}", f"{setting}, {PLAIN}")
-            for kind in (ROOM, BEYOND)
-        }
-        for setting in sorted(settings)
-    }
 
 
 def install_ratios(installed: Samples) -> dict[str, float]:
@@ -231,24 +235,31 @@ def install_ratios(installed: Samples) -> dict[str, float]:
     }
 
 
-def as_json(drafted: Samples, installed: Samples) -> dict[str, Any]:
+def as_json(drafts: dict[str, Samples], installed: Samples) -> dict[str, Any]:
     """All results, as JSON types."""
+    speculation = {
+        setting: {
+            "arms": samples.as_json(),
+            "over_plain": {kind: samples.ratio(kind, PLAIN) for kind in (ROOM, BEYOND)},
+        }
+        for setting, samples in drafts.items()
+    }
     return {
         "machine": machine.describe(),
-        "speculation": {"arms": drafted.as_json(), "over_plain": ratios(drafted)},
+        "speculation": speculation,
         "install": {"arms": installed.as_json(), "over_without": install_ratios(installed)},
     }
 
 
-def tables(drafted: Samples, installed: Samples) -> list[Table]:
+def tables(drafts: dict[str, Samples], installed: Samples) -> list[Table]:
     """Milliseconds and ratios."""
     speculation = [
         [
             setting,
-            f"{1e3 * drafted.median(f'{setting}, {PLAIN}'):.1f} ms",
-            *(f"{of_kind[kind]:.3f}" for kind in (ROOM, BEYOND)),
+            f"{1e3 * samples.median(PLAIN):.1f} ms",
+            *(f"{samples.ratio(kind, PLAIN):.3f}" for kind in (ROOM, BEYOND)),
         ]
-        for setting, of_kind in ratios(drafted).items()
+        for setting, samples in drafts.items()
     ]
     plain = [
         [host, f"{1e3 * installed.median(host):.2f} ms", f"{ratio:.3f}"]
@@ -256,11 +267,15 @@ def tables(drafted: Samples, installed: Samples) -> list[Table]:
     ]
     return [
         Table(
-            "Speculative decoding, time per token",
-            ["drafts of", f"mlx-lm's {PLAIN}", f"ours {ROOM}, ratio", f"{BEYOND}, ratio"],
+            "Speculative decoding: time per token, and ours over that of mlx-lm's own caches",
+            ["drafts of", PLAIN, ROOM, BEYOND],
             speculation,
         ),
-        Table("Plain decoding, time per token", ["host", "without", "install, ratio"], plain),
+        Table(
+            "Plain decoding: time per token, and that under install over it",
+            ["host", "without", "install"],
+            plain,
+        ),
     ]
 
 
