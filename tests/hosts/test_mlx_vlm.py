@@ -20,7 +20,16 @@ from mlx_h2o import H2OKVCache
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.loaded import logits_of
 from tiny_models import prompt_tokens
-from vlm_images import CROSS, GRIDS, MROPE, QWEN, TOKENS_OF_IMAGE, generated, seeing
+from vlm_images import (
+    CROSS,
+    GRIDS,
+    MROPE,
+    QWEN,
+    TOKENS_OF_IMAGE,
+    generated,
+    prompt_with_images,
+    seeing,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,16 +113,35 @@ def test_a_request_leaves_nothing_to_the_next_one(name):
 
 @pytest.mark.slow
 def test_eight_images_of_a_thousand_tokens_take_an_eighth_of_the_bytes():
-    """Of what mlx-vlm's own caches take for them."""
-    model, images = seeing("qwen2_vl"), [[1, 50, 80]] * 8
+    """Of mlx-vlm's own caches, whose likeliest tokens are the same until the memory is full."""
+    model, chunk = seeing("qwen2_vl"), 128
+    tokens, pixels, grids = prompt_with_images(90, [[1, 50, 80]] * 8)
+    seen = model.get_input_embeddings(tokens, pixels, image_grid_thw=grids)
+    mx.eval(seen.inputs_embeds)
+
+    def read(cache: list[Any]) -> Iterator[list[int]]:
+        for first in range(0, tokens.shape[1], chunk):
+            rows = slice(first, first + chunk)
+            out = model.language_model(
+                tokens[:, rows], seen.inputs_embeds[:, rows], cache=cache,
+                position_ids=seen.position_ids[..., rows], rope_deltas=seen.rope_deltas,
+            )  # fmt: skip
+            yield out.logits[0].argmax(-1).tolist()
+
     plain = vlm_prompt_cache(model.language_model)
-    expected = generated(model, 90, 4, plain, images, chunk=512)
-    whole = sum(entry.keys.nbytes + entry.values.nbytes for entry in plain)
-    tokens = plain[0].offset
-    cache = mlx_h2o.make_prompt_cache(model, max_bytes="12.5%", context=tokens, profile="never")
-    assert len(generated(model, 90, 4, cache, images, chunk=512)) == len(expected)
-    assert all(entry.evicted > 0 and entry.offset == tokens for entry in cache)
-    assert sum(entry.nbytes for entry in cache) <= whole / 8
+    expected = list(read(plain))
+    whole = sum(entry.keys[..., : entry.offset, :].nbytes * 2 for entry in plain)
+    cache = mlx_h2o.make_prompt_cache(model, max_bytes=whole // 8, bits=16)
+    full = 0
+    for i, got in enumerate(read(cache)):
+        memory = mlx_h2o.describe(cache)
+        assert sum(entry.nbytes for entry in cache) == memory.nbytes <= memory.most <= whole // 8
+        if not any(entry.evicted for entry in cache):
+            assert got == expected[i]
+            full = cache[0].offset
+    assert full >= 7 * chunk
+    assert all(entry.evicted > 0 and entry.offset == tokens.shape[1] for entry in cache)
+    print(f"{tokens.shape[1]:,} tokens: {whole:,} bytes, bounded {memory.nbytes:,}; full at {full}")
 
 
 @pytest.mark.few(3)
