@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from mlx_lm.models import cache as mlx_lm_cache
-
 from mlx_h2o.hosts import loaded, own_attention, trimming, vlm_generation
 from mlx_h2o.hosts.attending import refusing, routed
 from mlx_h2o.hosts.host import Host
@@ -28,10 +26,19 @@ from mlx_h2o.loading.tested_versions import warn_if_newer
 
 Function = Callable[..., Any]
 
+# What is wrapped in mlx-lm beside its attention, by module; names with dots are methods.
+_IN_MLX_LM: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "mlx_lm.models.cache": {
+        "save_prompt_cache": refusing,
+        "trim_prompt_cache": trimming.trimming,
+        "can_trim_prompt_cache": trimming.asking,
+        "LRUPromptCache.fetch_nearest_cache": trimming.by_any_number,
+        "LRUPromptCache.insert_cache": trimming.by_any_number,
+    },
+    "mlx_lm.generate": {"speculative_generate_step": trimming.speculating},
+}
 # Functions that were replaced together: each original, and what is in its place now.
 _replaced: list[list[tuple[Function, Function]]] = []
-# Methods of mlx-lm's LRU cache that are wrapped.
-_LRU_METHODS = ("fetch_nearest_cache", "insert_cache")
 # Classes with the name and the original of a wrapped method.
 _methods: list[tuple[type, str, Function]] = []
 
@@ -55,32 +62,14 @@ def install() -> None:
 
 def _route(host: Host) -> None:
     """Put wrappers in the place of a library's functions."""
-    functions = [(host.attention, routed(host.attention))]
+    _replace([(host.attention, routed(host.attention))])
     if host is MLX_LM:
-        in_cache = {
-            "save_prompt_cache": refusing,
-            "trim_prompt_cache": trimming.trimming,
-            "can_trim_prompt_cache": trimming.asking,
-            **{f"LRUPromptCache.{name}": trimming.by_any_number for name in _LRU_METHODS},
-        }
-        functions += _wrapped(mlx_lm_cache.__name__, in_cache)
-        in_generate = {"speculative_generate_step": trimming.speculating}
-        functions += _wrapped("mlx_lm.generate", in_generate)
-    _replace(functions)
+        for module, wrappers in _IN_MLX_LM.items():
+            _wrap(module, wrappers)
 
 
 def _wrap(module: str, wrappers: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Wrap a module's functions, and its classes' methods."""
-    _replace(_wrapped(module, wrappers))
-
-
-def _wrapped(
-    module: str, wrappers: Mapping[str, Callable[[Any], Any]]
-) -> list[tuple[Function, Function]]:
-    """A module's functions with their wrappers; a newer library may lack some.
-
-    Methods of its classes are wrapped at once.
-    """
+    """Wrap a module's functions, and its classes' methods; a newer library may lack some."""
     functions = []
     for name, wrap in wrappers.items():
         owner: Any = sys.modules[module]
@@ -95,7 +84,7 @@ def _wrapped(
             setattr(owner, function, wrap(original))
         else:
             functions.append((original, wrap(original)))
-    return functions
+    _replace(functions)
 
 
 def _replace(functions: list[tuple[Function, Function]]) -> None:
