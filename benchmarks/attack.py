@@ -50,7 +50,8 @@ from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.listening import Server as Listening
-from mlx_h2o.serve.scheduler import EngineSettings, Scheduler
+from mlx_h2o.serve.scheduler import Scheduler
+from mlx_h2o.serve.settings import EngineSettings
 
 #: Tokens of each answer, and of a conversation before its client begins another.
 ANSWER, LONGEST_CONVERSATION = 24, 900

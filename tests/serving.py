@@ -21,7 +21,8 @@ from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.serve.answer import Detokenizer
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.listening import Server
-from mlx_h2o.serve.scheduler import EngineSettings, Scheduler
+from mlx_h2o.serve.scheduler import Scheduler
+from mlx_h2o.serve.settings import EngineSettings
 
 MODEL = "builtin:recall-4m"
 WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()

@@ -24,7 +24,7 @@ from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.serve.access import AccessRules
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.memory import most_bytes
-from mlx_h2o.serve.scheduler import EngineSettings
+from mlx_h2o.serve.settings import EngineSettings
 from serving import MODEL, SIZE, Running, alone, serving, until, words
 from tiny_models import tiny_model
 

@@ -29,7 +29,7 @@ from mlx_h2o.serve.app import IGNORED
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.listening import Certificate, ConnectionLimits
 from mlx_h2o.serve.memory import most_bytes
-from mlx_h2o.serve.scheduler import EngineSettings
+from mlx_h2o.serve.settings import EngineSettings
 from serving import MODEL, SIZE, Running, serving, until, words
 
 #: Short enough for tests, and long beside what the machine needs.

@@ -21,7 +21,7 @@ from mlx_h2o.compression.reading import NEWEST, read_prompt
 from mlx_h2o.serve import scheduler
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.memory import Ledger, most_bytes
-from mlx_h2o.serve.scheduler import EngineSettings
+from mlx_h2o.serve.settings import EngineSettings
 from serving import MODEL, Running, serving, until, words
 
 SETTINGS = {"max_size": 80}

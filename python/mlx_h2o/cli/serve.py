@@ -157,8 +157,8 @@ def settings_of(args: argparse.Namespace) -> Any:
     from mlx_h2o.serve.launch import ServerSettings
     from mlx_h2o.serve.listening import Certificate
     from mlx_h2o.serve.pins import PinRequest
-    from mlx_h2o.serve.scheduler import EngineSettings
     from mlx_h2o.serve.sessions import DEFAULT_BYTES, DEFAULT_DAYS, Limits
+    from mlx_h2o.serve.settings import EngineSettings
 
     models = model_names(args)
     defaults = cache_defaults(args)

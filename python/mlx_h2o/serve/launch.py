@@ -30,8 +30,9 @@ from mlx_h2o.serve.listening import (
     sigterm_interrupts,
 )
 from mlx_h2o.serve.metrics import Metrics
-from mlx_h2o.serve.scheduler import EngineSettings, Scheduler
+from mlx_h2o.serve.scheduler import Scheduler
 from mlx_h2o.serve.sessions import in_use
+from mlx_h2o.serve.settings import EngineSettings
 
 #: The oldest mlx-lm whose tokenizers and caches have all that is used here.
 LEAST_MLX_LM = (0, 32, 2)

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +25,25 @@ import mlx.core as mx
 from mlx_h2o._byte_size import Share
 from mlx_h2o.caches.conversation import bounded_members, past_training, pin
 from mlx_h2o.caches.describe import describe
-from mlx_h2o.compression.reading import TWICE, Readings, TwoReadings
+from mlx_h2o.compression.reading import TWICE, TwoReadings
 from mlx_h2o.compression.twice import require_readable
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.serve import ranks, reading
-from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.batch import Batch
 from mlx_h2o.serve.conversations import Conversations, can_trim
 from mlx_h2o.serve.errors import ApiError, NotLoaded
-from mlx_h2o.serve.grammar import grammar_of
-from mlx_h2o.serve.keys import Mark, Place, key_of, token_count, tokens_of
+from mlx_h2o.serve.inputs import sequences_of
+from mlx_h2o.serve.keys import Place, key_of, token_count
 from mlx_h2o.serve.memory import Ledger
 from mlx_h2o.serve.metrics import Metrics
-from mlx_h2o.serve.model import CachePlan, ServedModel, TooLarge
+from mlx_h2o.serve.model import ServedModel, TooLarge
 from mlx_h2o.serve.models import Models, machine_bytes
-from mlx_h2o.serve.pins import NO_PINS, PinRequest
-from mlx_h2o.serve.prompt import Prompt
-from mlx_h2o.serve.protocol import MAX_TOKENS, Body, Chat
 from mlx_h2o.serve.request import Begun, Ended, Request
-from mlx_h2o.serve.sampling import Sampler, check_for_model
 from mlx_h2o.serve.sequence import Sequence, evicted
-from mlx_h2o.serve.sessions import Limits, Sessions, Turn
-from mlx_h2o.slots.pins import Span, without
+from mlx_h2o.serve.sessions import Sessions, Turn
+from mlx_h2o.serve.settings import EngineSettings
+from mlx_h2o.slots.pins import without
 
 #: Answers that are computed in one call of the model.
 MAX_BATCH = 32
@@ -59,43 +55,6 @@ CLEARED_EVERY = 512
 MAX_TRIES = 3
 #: Seconds for which the loop waits for something to come where other processes wait for it.
 SHARED_WAIT = 0.1
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What the scheduler needs to know.
-
-    Attributes:
-        models: The names of the models; the first is loaded at the start.
-        defaults: The caches' settings for a request that gives none.
-        measures: Whether models without a profile are measured when they are loaded.
-        pins: The pins of a prompt whose request gives none.
-        bound: Bytes of all conversations, prefixes and batches, or a share of a 16-bit cache of
-            the first model; None means no bound.
-        memory: Bytes of `bound` and of all loaded weights; None: most of the machine's memory if
-            there are several models.
-        queue: The most answers that may wait.
-        chunk: Prompt tokens that are read at once; None: as many as suit the model.
-        answer_tokens: The most tokens of an answer whose request gives no number.
-        sessions: The folder of saved conversations, or None.
-        limits: The bounds of that folder.
-        long_prompts: Whether prompts longer than those of training are served.
-        reading: How a prompt is read whose request does not say (`compression/reading.py`).
-    """
-
-    models: tuple[str, ...]
-    defaults: dict[str, Any] = field(default_factory=dict)
-    measures: bool = False
-    pins: PinRequest = NO_PINS
-    bound: int | Share | None = None
-    memory: int | None = None
-    queue: int = 32
-    chunk: int | None = None
-    answer_tokens: int = 512
-    sessions: Path | None = None
-    limits: Limits = field(default_factory=Limits)
-    long_prompts: bool = False
-    reading: Readings = "once"
 
 
 class Scheduler:
@@ -350,7 +309,7 @@ class Scheduler:
         error: Exception | None = None
         group = list[Sequence]()
         try:
-            group = self._sequences(request, served)
+            group = sequences_of(request, served, self.conversations, self.settings)
         except Exception as raised:
             error = raised
         if ranks.any_failed(error is not None) and error is None:
@@ -364,98 +323,6 @@ class Scheduler:
             request.deliver(0, as_api_error(error))
         else:
             self._waiting.append(group)
-
-    def _sequences(self, request: Request, served: ServedModel) -> list[Sequence]:
-        """The sequences of a request.
-
-        Raises:
-            ValueError: This model cannot do what the request asks for.
-        """
-        body = request.body
-        check_for_model(body, served.vocabulary)
-        if isinstance(body, Chat) and body.offered_tools and not served.tokenizer.has_tool_calling:
-            raise ValueError(
-                "tools are not served with this model: its chat template, or mlx-lm, knows of no "
-                "tool calls."
-            )
-        plan = served.plan(request.settings)
-        grammar = grammar_of(body, served.tokenizer)
-        prompt = Prompt.of(served.tokenizer, body)
-        self._check_length(prompt, plan, served.trained)
-        how = body.reading or self.settings.reading
-        how = reading.supported(how, served.model, plan.empty, prompt)
-        label = plan.label if how == "once" else f"{plan.label} {how}"
-        mark, empty = self._spell(prompt, request, plan.empty, Mark(label, (), served.fingerprint))
-        limit = self._limit(body, len(prompt.tokens), served.trained)
-        sequences = []
-        for index in range(request.count):
-            processors = []
-            if grammar is not None:
-                thinks = prompt.state == "reasoning"
-                processors.append(served.grammars.processor(grammar, thinks))
-            sampler = Sampler.of(body, request.seeds[index], processors)
-            text = AnswerText(served.tokenizer, request, prompt.tokens, prompt.state)
-            sequences.append(
-                Sequence(
-                    request, index, served, prompt, plan, mark, empty, sampler, text, limit, how
-                )
-            )
-        return sequences
-
-    def _check_length(self, prompt: Prompt, plan: CachePlan, trained: int) -> None:
-        count = len(prompt.tokens)
-        if not trained or count <= trained or plan.rolls or self.settings.long_prompts:
-            return
-        raise ApiError(
-            400,
-            f"The prompt has {count:,} tokens, and the model was trained on {trained:,}: beyond "
-            "that its answers are worth little. Send less; or let positions roll "
-            '(--positions rolling, or {"mlx_h2o": {"positions": "rolling"}}); or start the server '
-            "with --long-prompts to get them all the same.",
-            code="context_length_exceeded",
-        )
-
-    def _limit(self, body: Body, prompt: int, trained: int) -> int:
-        """The most tokens of an answer."""
-        limit = body.max_completion_tokens or body.max_tokens or self.settings.answer_tokens
-        if limit > 0:
-            return limit
-        return trained - prompt if trained > prompt else MAX_TOKENS
-
-    def _spell(
-        self, prompt: Prompt, request: Request, unpinned: list[Any], mark: Mark
-    ) -> tuple[Mark, list[Any]]:
-        """Give a prompt the tokens of the conversation that it goes on from; its mark and caches.
-
-        A model's tokens are seldom those into which its text is tokenized. So a prompt that begins
-        with the text of a known conversation gets that one's tokens, and only the rest is
-        tokenized.
-        """
-        spellings: list[tuple[list[int], tuple[str, int] | None]] = []
-        for count, key in self.conversations.spellings(mark.model, prompt.text):
-            tokens = prompt.spelled_from(count, tokens_of(key))
-            if tokens and all(tokens != other for other, _ in spellings):
-                spellings.append((tokens, (prompt.text[:count], token_count(key))))
-        # Of those with equal prefixes the first is taken, wherever the caches are by now.
-        spellings.append((prompt.tokens, None))
-        best: tuple[Mark, list[Any]] | None = None
-        most, error = -1, None
-        for tokens, spelling in spellings:
-            try:
-                pins = request.pins.in_prompt(prompt.tokenizer, tokens, prompt.messages)
-                empty = with_pins(unpinned, pins)
-            except ValueError as raised:
-                error = error or raised
-                continue
-            own = replace(mark, pins=pins)
-            prefix = self.conversations.prefix_length(Place(own, key_of(tokens)))
-            if prefix > most:
-                best, most = (own, empty), prefix
-                prompt.tokens, prompt.spelling = tokens, spelling
-        if best is None:
-            assert error is not None
-            raise error
-        return best
 
     def _need(self, one: Sequence) -> int:
         """The most bytes of an answer, also while its prompt is read; others copy its caches."""
@@ -815,14 +682,6 @@ class Scheduler:
                 if one.name == name:
                     return one, batch.view(one)
         return None
-
-
-def with_pins(empty: list[Any], pins: tuple[Span, ...]) -> list[Any]:
-    """Empty caches with a prompt's pins; the given caches if there are no pins."""
-    if pins:
-        empty = copy.deepcopy(empty)
-        pin(empty, pins)
-    return empty
 
 
 def trim(cache: list[Any], count: int) -> None:
