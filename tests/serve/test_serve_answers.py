@@ -100,11 +100,11 @@ def test_answers_of_a_schema_in_a_batch_beside_free_ones(plain, embedded):
     with ThreadPoolExecutor(6) as pool:
         free = [pool.submit(plain.ask, prompt, 30) for prompt in prompts]
         formed = [
-            pool.submit(chat, plain, temperature=i, response_format=schema_format(SCHEMA))
+            pool.submit(chat, plain, temperature=i, seed=i, response_format=schema_format(SCHEMA))
             for i in range(3)
         ]
         listed = pool.submit(
-            chat, plain, temperature=1,
+            chat, plain, temperature=1, seed=1,
             response_format=schema_format({
                 "type": "object", "required": ["all"], "additionalProperties": False,
                 "properties": {"all": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 4}},

@@ -291,21 +291,23 @@ class Scheduler:
             request = self._arrived[0]
             try:
                 served = self.models.use(request.model, {one.served for one in self._all()})
-            except Exception as error:
-                logging.error("A model cannot be loaded: %s", error)
-                request.deliver(0, ApiError(503, f"The model cannot be loaded: {error}"))
+            except Exception as raised:
+                logging.error("A model cannot be loaded: %s", raised)
+                error: Exception | None = ApiError(503, f"The model cannot be loaded: {raised}")
             else:
                 if served is None:
                     return
-                self._accept(request, served)
-            self._arrived.popleft()
+                error = self._accept(request, served)
+            self._arrived.popleft()  # a client that hears of an error is no longer counted
+            if error is not None:
+                request.deliver(0, as_api_error(error))
 
     def _full(self) -> ApiError:
         wait = {"Retry-After": str(self.ledger.retry_after)}
         return ApiError(429, "The queue is full.", headers=wait)
 
-    def _accept(self, request: Request, served: ServedModel) -> None:
-        """Check a request against its model, and let it wait for its bytes."""
+    def _accept(self, request: Request, served: ServedModel) -> Exception | None:
+        """Let a request wait for its bytes, or say why its model cannot answer it."""
         error: Exception | None = None
         group = list[Sequence]()
         try:
@@ -319,10 +321,9 @@ class Scheduler:
             full = sum(map(len, self._waiting)) + len(group) > self.settings.queue
             if error is None and full and (self._waiting or not self._has_room(group)):
                 error = self._full()
-        if error is not None:
-            request.deliver(0, as_api_error(error))
-        else:
+        if error is None:
             self._waiting.append(group)
+        return error
 
     def _need(self, one: Sequence) -> int:
         """The most bytes of an answer, also while its prompt is read; others copy its caches."""
