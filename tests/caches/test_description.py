@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -10,6 +11,7 @@ import mlx_h2o
 from mlx_h2o._byte_size import size_text
 from mlx_h2o.caches.peak import PeakMemory
 from mlx_h2o.cli import main
+from mlx_h2o.hosts.loaded import logits_of
 from model_coverage import coverage_model
 from tiny_models import prompt_tokens
 
@@ -48,13 +50,28 @@ def test_the_command_tells_a_summary_or_all(capsys):
     assert [layer["bounded"] for layer in json.loads(capsys.readouterr().out)] == [True] * 4
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def vlm(name: str) -> nn.Module:
+    """The language model of a module of mlx-vlm."""
+    pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed here")
+    from vlm_models import vlm_model
+
+    return vlm_model(name)
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        *[(coverage_model, name) for name in ("llama", "gemma3_text", "qwen3_next")],
+        *[(vlm, name) for name in ("qwen2_vl", "gemma3", "qwen3_5", "llama4", "zaya1_vl")],
+    ],
+)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_line_about_memory_says_what_is_measured(name, batch):
-    """Windows and states beside ours count too, and every sequence of a batch."""
-    model = coverage_model(name)
+def test_the_line_about_memory_says_what_is_measured(of, name, batch):
+    """Windows, chunks and states beside ours count too, and every sequence of a batch."""
+    model = of(name)
     cache, reading = mlx_h2o.make_prompt_cache(model, 24), PeakMemory()
-    model(mx.array([prompt_tokens(90)] * batch), cache=cache)
+    mx.eval(logits_of(model, mx.array([prompt_tokens(90)] * batch), cache))
     mx.eval([entry.state for entry in cache])
     described = mlx_h2o.describe(cache, reading.most)
     nbytes = sum(entry.nbytes for entry in cache)
@@ -62,7 +79,7 @@ def test_the_line_about_memory_says_what_is_measured(name, batch):
     assert described.peak >= nbytes
     most = described.most
     for token in range(40):
-        model(mx.array([[token]] * batch), cache=cache)
+        logits_of(model, mx.array([[token]] * batch), cache)
         mx.eval([entry.state for entry in cache])
         if token > 8:  # a window is cut at the steps after its prompt
             assert 0.9 * most < sum(entry.nbytes for entry in cache) <= most
