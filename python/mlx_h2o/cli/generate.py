@@ -23,6 +23,7 @@ from mlx_h2o.caches.files import load_prompt_cache, require_savable, save_prompt
 from mlx_h2o.caches.peak import PeakMemory
 from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.chat.retention import bounded_layers
+from mlx_h2o.cli import images
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
@@ -31,10 +32,12 @@ from mlx_h2o.cli.options import (
     cache_settings,
     input_text,
     load_model,
+    settle_model,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.cli.sampling import add_sampling_options, sampler_of
 from mlx_h2o.compression.reading import read_and_generate
+from mlx_h2o.hosts.loaded import language_model
 from mlx_h2o.hosts.stock_caches import stock_caches
 from mlx_h2o.loading.fingerprint import fingerprint, model_metadata, require_model
 from mlx_h2o.models.make import bounded_caches
@@ -53,6 +56,10 @@ def add_parser(commands: Any) -> None:
         "--prompt", "-p", metavar="TEXT", help='the message; "-" reads standard input'
     )
     parser.add_argument("--system-prompt", metavar="TEXT", help="for the model's chat template")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE",
+        help="an image before the message, for a model of mlx-vlm; may be repeated",
+    )  # fmt: skip
     add_sampling_options(parser, max_tokens=100)
     add_cache_options(parser)
     add_reading_option(parser)
@@ -79,22 +86,26 @@ def run(args: argparse.Namespace) -> None:
     # Whether the user gave a size is known only before a default takes its place.
     describes_memory = given_options(args)
     settings = cache_settings(args)
-    model, tokenizer = load_model(args)
+    model, tokenizer = images.load_seeing(settle_model(args)) if args.image else load_model(args)
     if resumed:
         cache = resumed_cache(args, model, tokenizer)
         if describes_memory:
             print_differences(args, cache, model, settings)
     else:
-        cache = bounded_caches(model, settings)
+        cache = bounded_caches(language_model(model), settings)
     if args.save_prompt_cache is not None:
         require_savable(cache)
-    prompt, messages = prompt_tokens(args, tokenizer, resumed)
+    prompt, messages = ([], []) if args.image else prompt_tokens(args, tokenizer, resumed)
     if rules:
         # A resumed conversation's prompt comes after the tokens that the cache holds.
         offset = max(entry.offset for _, entry in bounded_layers(cache))
         pin(cache, spans_for(rules, tokenizer, prompt, messages, offset))
     text, tokens, reading = "", [], PeakMemory(describe(cache).nbytes)
-    responses, first, prompt_read = begin(args, model, tokenizer, prompt, cache, sampler)
+    if args.image:
+        begun = images.begin(args, model, tokenizer, prompt_text(args), cache, sampler)
+    else:
+        begun = begin(args, model, tokenizer, prompt, cache, sampler)
+    responses, first, prompt_read = begun
     peak = reading.most
     for response in chain([first], responses):
         text += response.text
@@ -103,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
             print(response.text, end="", flush=True)
     if not args.json:
         print(flush=True)
-    if (warning := past_training(model, cache)) is not None:
+    if (warning := past_training(language_model(model), cache)) is not None:
         print(warning, file=sys.stderr)
     report = prompt_read | closing_report(cache, response, peak)
     report |= {"text": text, "tokens": tokens}
@@ -167,6 +178,8 @@ def check_options(args: argparse.Namespace) -> None:
             'a prompt is needed: --prompt "Once upon a time", or --prompt - to read it from '
             "standard input."
         )
+    if args.image:
+        images.require_images(args)
     if args.save_prompt_cache is not None:
         require_writable("--save-prompt-cache", args.save_prompt_cache)
     resumed = args.prompt_cache_file
@@ -225,6 +238,14 @@ def resumed_cache(args: argparse.Namespace, model: nn.Module, tokenizer: Any) ->
     return cache
 
 
+def prompt_text(args: argparse.Namespace) -> str:
+    """The message, of the option or of standard input."""
+    if args.prompt == "-":
+        return input_text()
+    text = argument_text("--prompt", args.prompt)
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
 def prompt_tokens(
     args: argparse.Namespace, tokenizer: Any, resumed: bool
 ) -> tuple[list[int], list[dict[str, str]]]:
@@ -237,11 +258,7 @@ def prompt_tokens(
         tokenizer: The model's tokenizer.
         resumed: Whether a saved cache is continued.
     """
-    if args.prompt == "-":
-        prompt = input_text()
-    else:
-        text = argument_text("--prompt", args.prompt)
-        prompt = text.replace("\\n", "\n").replace("\\t", "\t")
+    prompt = prompt_text(args)
     templated = tokenizer.has_chat_template
     if args.system_prompt is not None and not templated:
         raise ValueError(
