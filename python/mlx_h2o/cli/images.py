@@ -63,7 +63,19 @@ def begin(
     cache: list[Any],
     sampler: Callable[[mx.array], mx.array],
 ) -> tuple[Iterator[Any], Any, dict[str, Any]]:
-    """Read prompt and images, and generate the first token; as `cli.generate.begin`."""
+    """Read prompt and images, and generate the first token.
+
+    Args:
+        args: The command's options.
+        model: The model.
+        processor: Its processor.
+        prompt: The message.
+        cache: The model's caches.
+        sampler: Chooses tokens from log-probabilities.
+
+    Returns:
+        As `begin` of `generate` without images.
+    """
     from mlx_vlm import stream_generate
     from mlx_vlm.prompt_utils import apply_chat_template
 
