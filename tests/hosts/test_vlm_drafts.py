@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed here")
 
 from mlx_vlm.generate.ar import BatchGenerator, generate_step
-from mlx_vlm.speculative.drafters import eagle3, qwen3_5_mtp
+from mlx_vlm.speculative.drafters import KNOWN_DRAFTER_KINDS, eagle3, qwen3_5_mtp
 from mlx_vlm.speculative.drafters.gemma4_assistant import Gemma4AssistantDraftModel
 
 import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.hosts.cache_lists import entries
+from mlx_h2o.hosts.vlm_drafts import KINDS
 from tiny_models import Characters, prompt_tokens, with_random_weights
 from vlm_models import whole_vlm_model
 
@@ -112,6 +113,10 @@ def test_what_cannot_be_drafted_is_refused_by_name(model):
         "undo=0: give undo=3": {"draft_kind": "mtp"},
         "undo=0: give undo=1": {"draft_kind": "mtp", "draft_block_size": 2},
         "'dflash' changes the model's caches": {},
+    }
+    # Kinds that a later mlx-vlm has are refused, too.
+    refused |= {
+        f"drafter '{kind}'": {"draft_kind": kind} for kind in KNOWN_DRAFTER_KINDS - set(KINDS)
     }
     mlx_h2o.install(max_size=SIZE)
     for reason, options in refused.items():

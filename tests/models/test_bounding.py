@@ -241,13 +241,14 @@ def with_template(monkeypatch, module):
 
 
 @pytest.fixture
-def server(installed, monkeypatch):
-    """mlx_lm.server over HTTP: its prompt cache, and a function that asks it."""
+def server(installed, monkeypatch, request):
+    """mlx_lm.server over HTTP, with more options: its prompt cache, and a function that asks it."""
     providers = []
     monkeypatch.setattr(
         mlx_lm.server, "run", lambda host, port, provider: providers.append(provider)
     )
-    monkeypatch.setattr(sys, "argv", ["server", "--model", model_path("builtin:recall-4m")])
+    command = ["server", "--model", model_path("builtin:recall-4m")]
+    monkeypatch.setattr(sys, "argv", [*command, *getattr(request, "param", [])])
     mlx_lm.server.main()
     kept = LRUPromptCache(10)
     generator = mlx_lm.server.ResponseGenerator(providers[0], kept)
@@ -257,8 +258,8 @@ def server(installed, monkeypatch):
     )
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
 
-    def ask(prompt, tokens=8):
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    def ask(prompt, tokens=8, **options):
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0} | options
         url = f"http://127.0.0.1:{httpd.server_port}/v1/completions"
         request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urlopen(request, timeout=120) as answer:
@@ -287,6 +288,26 @@ def test_the_server_is_bounded_and_batches_requests(server, loaded):
     assert 0 < len(rest) < 20
     assert cache[0].evicted > 0
     assert ask(turn) == generated(loaded, rest, prompt_cache=cache)
+
+
+@pytest.mark.parametrize(
+    "server", [["--draft-model", model_path("builtin:recall-4m")]], indirect=True
+)
+def test_the_server_drafts_within_the_bound(server, loaded, capfd):
+    """Its answers are plain bounded decoding's; a draft longer than the undo is refused."""
+    kept, provider, ask = server
+    mlx_h2o.install(max_size=SIZE, undo=3)
+    for prompt in (PROMPT, " ".join(WORDS[100:180])):
+        plain = mlx_h2o.make_prompt_cache(loaded[0], SIZE, undo=3)
+        expected = generated(loaded, prompt, prompt_cache=plain)
+        assert plain[0].evicted > 0
+        assert ask(prompt, num_draft_tokens=3) == expected
+    assert provider.draft_model is not None
+    assert kept.nbytes > 0
+    with pytest.raises(ConnectionError):  # as mlx-lm's server answers whatever fails
+        ask(f"{PROMPT} and", num_draft_tokens=4)
+    assert "num_draft_tokens=4 takes up to 4 tokens back" in capfd.readouterr().err
+    assert ask(prompt, num_draft_tokens=2) == expected
 
 
 # -- what bounded caches refuse -------------------------------------------------------------------
