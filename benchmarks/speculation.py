@@ -13,10 +13,10 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,6 +37,8 @@ from mlx_h2o.loading.load import load
 from mlx_h2o.models.install import NothingBounded
 from mlx_h2o.models.make import make_prompt_cache
 
+#: Decodes a few tokens, and returns how many.
+Decode = Callable[[], int]
 DRAFTED = (2, 4)
 #: Layers of a draft model that is cut from the model.
 LAYERS = 4
@@ -44,7 +46,7 @@ PLAIN, ROOM, BEYOND = "own caches", "with room", "beyond the bound"
 #: More than all tokens of a run.
 ROOMY = 4096
 # Of one visit: few, so that all arms have theirs before the machine's load changes.
-TURNS, TOKENS, TINY_TOKENS = 4, 8, 64
+TURNS, TOKENS, TINY_TOKENS = 2, 4, 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     with progress_bar("drafts") as bar:
         drafts = measure_drafts(model, prompt, args.slots, args.rounds, bar)
     with progress_bar("install") as bar:
-        installed = in_turns(installing(model, prompt), args.rounds, progress=bar)
+        installed = measured(installing(model, prompt), args.rounds, bar)
     mlx_h2o.uninstall()
     if args.json:
         print(json.dumps(as_json(drafts, installed)))
@@ -102,8 +104,8 @@ def drafters(model: nn.Module) -> dict[str, nn.Module]:
 
 def measure_drafts(
     model: nn.Module, prompt: mx.array, slots: int, rounds: int, progress: Progress
-) -> dict[str, Samples]:
-    """Seconds per token of speculative decoding, by setting and caches."""
+) -> dict[str, Times]:
+    """Times per token of speculative decoding, by setting and caches."""
     settings = list(product(drafters(model).items(), DRAFTED))
     found = {}
     for i, ((name, draft), drafted) in enumerate(settings):
@@ -115,14 +117,14 @@ def measure_drafts(
             kind: speculating(model, draft, prompt, drafted, size)
             for kind, size in ((PLAIN, None), (ROOM, ROOMY), (BEYOND, slots))
         }
-        found[f"{name}, {drafted} at once"] = in_turns(arms, rounds, progress=within)
+        found[f"{name}, {drafted} at once"] = measured(arms, rounds, within)
     return found
 
 
 def speculating(
     model: nn.Module, draft: nn.Module, prompt: mx.array, drafted: int, size: int | None
-) -> Arm:
-    """An arm of speculative decoding; seconds per token.
+) -> Decode:
+    """An arm of speculative decoding.
 
     Args:
         model: The model.
@@ -140,13 +142,49 @@ def speculating(
     )
     until_turns(steps, 1)
 
-    def arm() -> float:
+    def decode() -> int:
         host(size is not None)
-        start = time.perf_counter()
-        tokens = until_turns(steps, TURNS)
-        return (time.perf_counter() - start) / tokens
+        return until_turns(steps, TURNS)
 
-    return arm
+    return decode
+
+
+class Times(NamedTuple):
+    """What arms took, by their names.
+
+    Attributes:
+        wall: Seconds that passed.
+        processor: Seconds of this process on all cores, which other processes hardly change.
+    """
+
+    wall: Samples
+    processor: Samples
+
+    def ratios(self, arm: str, base: str) -> tuple[float, float]:
+        """An arm's time over another's, by either clock."""
+        return self.wall.ratio(arm, base), self.processor.ratio(arm, base)
+
+    def as_json(self) -> dict[str, Any]:
+        """Both, as JSON types."""
+        return {"wall": self.wall.as_json(), "processor": self.processor.as_json()}
+
+
+def measured(arms: Mapping[str, Decode], rounds: int, progress: Progress) -> Times:
+    """The times per token of arms that take turns."""
+    processor: dict[str, list[float]] = {name: [] for name in arms}
+
+    def clocked(name: str) -> Arm:
+        def arm() -> float:
+            before, start = time.process_time(), time.perf_counter()
+            tokens = arms[name]()
+            seconds = time.perf_counter() - start
+            processor[name].append((time.process_time() - before) / tokens)
+            return seconds / tokens
+
+        return arm
+
+    wall = in_turns({name: clocked(name) for name in arms}, rounds, progress=progress)
+    return Times(wall, Samples(processor))
 
 
 def until_turns(steps: Iterator[Any], turns: int) -> int:
@@ -165,7 +203,7 @@ def host(bounded: bool, **settings: Any) -> None:
         mlx_h2o.install(**settings) if bounded else mlx_h2o.uninstall()
 
 
-def installing(model: nn.Module, prompt: mx.array) -> dict[str, Arm]:
+def installing(model: nn.Module, prompt: mx.array) -> dict[str, Decode]:
     """The arms of plain decoding, whose caches the hosts make."""
     makers: dict[str, tuple[Callable[[], Iterator[Any]], int]] = {
         "mlx-lm": (lambda: generate_step(prompt, model, max_tokens=-1), TOKENS)
@@ -180,7 +218,7 @@ def installing(model: nn.Module, prompt: mx.array) -> dict[str, Arm]:
             return steps
 
         makers["mlx-vlm, a tiny model"] = (vlm, TINY_TOKENS)
-    arms: dict[str, Arm] = {}
+    arms: dict[str, Decode] = {}
     for name, (make, tokens_each) in makers.items():
         for bounded in (False, True):
             host(bounded, max_size=ROOMY)
@@ -190,18 +228,16 @@ def installing(model: nn.Module, prompt: mx.array) -> dict[str, Arm]:
     return arms
 
 
-def tokens_of(steps: Iterator[Any], bounded: bool, tokens: int) -> Arm:
-    """An arm of plain decoding; seconds per token."""
+def tokens_of(steps: Iterator[Any], bounded: bool, tokens: int) -> Decode:
+    """An arm of plain decoding."""
 
-    def arm() -> float:
+    def decode() -> int:
         host(bounded, max_size=ROOMY)
-        next(steps)  # the look-ahead of its last visit
-        start = time.perf_counter()
         for _ in range(tokens):
             next(steps)
-        return (time.perf_counter() - start) / tokens
+        return tokens
 
-    return arm
+    return decode
 
 
 def tiny_vlm() -> nn.Module:
@@ -226,55 +262,62 @@ def tiny_vlm() -> nn.Module:
     return model
 
 
-def install_ratios(installed: Samples) -> dict[str, float]:
-    """Of each host the time per token under `install` over without."""
+def install_ratios(installed: Times) -> dict[str, tuple[float, float]]:
+    """Of each host the time per token under `install` over without, by either clock."""
     return {
-        arm: installed.ratio(f"{arm}, install", arm)
-        for arm in installed.arms
+        arm: installed.ratios(f"{arm}, install", arm)
+        for arm in installed.wall.arms
         if not arm.endswith(", install")
     }
 
 
-def as_json(drafts: dict[str, Samples], installed: Samples) -> dict[str, Any]:
+def as_json(drafts: dict[str, Times], installed: Times) -> dict[str, Any]:
     """All results, as JSON types."""
     speculation = {
         setting: {
-            "arms": samples.as_json(),
-            "over_plain": {kind: samples.ratio(kind, PLAIN) for kind in (ROOM, BEYOND)},
+            **times.as_json(),
+            "over_plain": {kind: times.ratios(kind, PLAIN) for kind in (ROOM, BEYOND)},
         }
-        for setting, samples in drafts.items()
+        for setting, times in drafts.items()
     }
     return {
         "machine": machine.describe(),
         "speculation": speculation,
-        "install": {"arms": installed.as_json(), "over_without": install_ratios(installed)},
+        "install": {**installed.as_json(), "over_without": install_ratios(installed)},
     }
 
 
-def tables(drafts: dict[str, Samples], installed: Samples) -> list[Table]:
-    """Milliseconds and ratios."""
+def tables(drafts: dict[str, Times], installed: Times) -> list[Table]:
+    """Milliseconds, and ratios by either clock."""
+
+    def cells(*both: tuple[float, float]) -> list[str]:
+        return [f"{wall:.2f}, {processor:.2f}" for wall, processor in both]
+
     speculation = [
         [
             setting,
-            f"{1e3 * samples.median(PLAIN):.1f} ms",
-            *(f"{samples.ratio(kind, PLAIN):.3f}" for kind in (ROOM, BEYOND)),
+            f"{1e3 * times.wall.median(PLAIN):.0f} ms",
+            *cells(times.ratios(ROOM, PLAIN), times.ratios(BEYOND, PLAIN)),
         ]
-        for setting, samples in drafts.items()
+        for setting, times in drafts.items()
     ]
     plain = [
-        [host, f"{1e3 * installed.median(host):.2f} ms", f"{ratio:.3f}"]
-        for host, ratio in install_ratios(installed).items()
+        [host, f"{1e3 * installed.wall.median(host):.2f} ms", *cells(ratios)]
+        for host, ratios in install_ratios(installed).items()
     ]
+    caption = "Ratios of the time that passed, and of processor time."
     return [
         Table(
             "Speculative decoding: time per token, and ours over that of mlx-lm's own caches",
             ["drafts of", PLAIN, ROOM, BEYOND],
             speculation,
+            caption,
         ),
         Table(
             "Plain decoding: time per token, and that under install over it",
             ["host", "without", "install"],
             plain,
+            caption,
         ),
     ]
 

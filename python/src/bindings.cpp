@@ -178,8 +178,7 @@ NB_MODULE(_ext, m) {
           })
       .def(
           "close", &DecodingLayer::close, "stream"_a = nb::none(),
-          "The fields as arrays again; no step may follow.")
-      .def_prop_ro("last_step", &DecodingLayer::last_step, "Ready when the last step has run.");
+          "The fields as arrays again; no step may follow.");
 
   m.def(
       "step",
