@@ -1,6 +1,7 @@
 """mlx-vlm's models whose attention does not say which cache the keys are of.
 
-AFM's last layers attend to the keys that a cache's `state` gives; ZAYA1 hands no cache over.
+AFM's last layers attend to the keys that a cache's `state` gives, and ZAYA1 hands no cache over.
+Inkling's attention needs the keys of all tokens, so it is refused.
 """
 
 from __future__ import annotations
@@ -79,8 +80,21 @@ def unnamed(original: Function) -> Function:
     return call
 
 
+def refusing(original: Function) -> Function:
+    """Inkling's attention, wrapped to refuse caches that do not hold every token."""
+
+    @functools.wraps(original)
+    def call(self: Any, x: Any, cache: Any = None, conv_mask: Any = None) -> Any:
+        if cache is not None and getattr(cache[0], "attending", False):
+            raise ValueError("its attention adds a bias by the distance to every token")
+        return original(self, x, cache, conv_mask)
+
+    return call
+
+
 #: The methods that are wrapped, by their module.
 WRAPPED: dict[str, dict[str, Callable[[Function], Function]]] = {
     "mlx_vlm.models.afm7.language": {"AFMModel.__call__": sharing},
+    "mlx_vlm.models.inkling.language": {"InklingAttention.__call__": refusing},
     "mlx_vlm.models.zaya1_vl.language": {"ZayaAttention.__call__": unnamed},
 }
