@@ -215,7 +215,8 @@ test-sanitize: $(VENV)/.installed
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 MLX_H2O_EXTENSION=$$(echo $(SANITIZED)/_ext*.so) \
 	    $(BIN)/pytest -p no:cacheprovider tests/attention/test_cpu_kernels.py tests/slots/test_packed.py \
-	    tests/slots/test_recent.py -k "test_cpu_kernels or packed_once or threads or (fused \
+	    tests/slots/test_recent.py tests/slots/test_undo.py \
+	    -k "test_cpu_kernels or test_undo or packed_once or threads or (fused \
 	    and not (recent_bits and (h2o or tova or ema)))"
 
 lint: $(VENV)/.installed
