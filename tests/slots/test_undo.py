@@ -234,6 +234,22 @@ def test_steps_from_before_the_first_eviction_go_with_what_came_before_them():
     assert cache.trimmable == 6
 
 
+@pytest.mark.parametrize("store", ["dense", "mixed, wider"])
+def test_a_pinned_token_within_a_chunk_is_marked(store):
+    """As it comes, or as it leaves the recent window."""
+    said, _ = layers_of(CASES[0])
+    settings = {"policy": make_policy("distinct", recent=8), "undo": 4, **STORES[store]}
+    cache, twin = (H2OKVCache(budgets=[24, 24], **settings) for _ in range(2))
+    for c in (cache, twin):
+        send(c, said.at(0, 30))
+        c.pin([(33, 34)])
+    for start in range(30, 50, 5):
+        send(cache, said.at(start, 5))
+        for i in range(start, start + 5):
+            send(twin, said.at(i))
+        assert_same(cache, twin)
+
+
 @pytest.mark.parametrize("mask", ["bool", "additive"])
 def test_a_short_chunk_reads_its_array_mask_column_by_column(mask):
     said, _ = layers_of({"batch": 2, "dtype": mx.float32})
