@@ -311,9 +311,9 @@ def codings_of(args: argparse.Namespace, variant: str, rates: Sequence[float]) -
     fits: list[LayerFit] = pickle.loads(kept.read_bytes())
     tiers = []
     for rate in rates:
-        path = args.fits / f"{variant}-{rate:g}-{args.block}.tables"
+        path = args.fits / f"{variant}-{rate:g}-{args.block}{'-even' * args.even}.tables"
         if not path.exists():
-            made = codings(fits, [rate], args.block)
+            made = codings(fits, [rate], args.block, args.even)
             path.write_bytes(pickle.dumps([one.tiers[0] for one in made]))
             kept.write_bytes(pickle.dumps(fits))  # with their costs
         tiers.append(pickle.loads(path.read_bytes()))
@@ -442,6 +442,7 @@ def parser() -> argparse.ArgumentParser:
         "--wide", type=float, default=WIDE_PART, help="part of the slots that is wide"
     )
     made.add_argument("--block", type=int, default=1, help="channels of one width")
+    made.add_argument("--even", action="store_true", help="as many bits for the rows of all heads")
     made.add_argument("--beside", type=int, help="bytes beside a row in its slot")
     made.add_argument("--parts", type=int, nargs="+", default=[16, 8], help="of the bytes")
     made.add_argument("--prompts", type=int, default=12)

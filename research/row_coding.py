@@ -419,13 +419,16 @@ class LayerCoding:
         return rows @ back[part] + centre
 
 
-def codings(fits: Sequence[LayerFit], rates: Sequence[float], block: int = 1) -> list[LayerCoding]:
+def codings(
+    fits: Sequence[LayerFit], rates: Sequence[float], block: int = 1, even: bool = False
+) -> list[LayerCoding]:
     """Each layer's coding, with bits given out over all layers for each rate.
 
     Args:
         fits: The layers.
         rates: Bits a number of each tier, the widest first.
         block: Neighbouring channels that have one width.
+        even: Whether the rows of all heads have as many bits.
     """
     widths = np.array(ANY_WIDTH if block == 1 else BLOCK_WIDTHS)
     by_block = [
@@ -435,9 +438,20 @@ def codings(fits: Sequence[LayerFit], rates: Sequence[float], block: int = 1) ->
     ends = np.cumsum([len(costs) for costs in by_block])[:-1]
     made = [LayerCoding(fit, ()) for fit in fits]
     for rate in rates:
-        bits = allocate(np.concatenate(by_block)[..., widths], widths, rate)
-        for i, of_layer in enumerate(np.split(bits, ends)):
+        if even:
+            each = [_even(costs[..., widths], widths, rate) for costs in by_block]
+        else:
+            bits = allocate(np.concatenate(by_block)[..., widths], widths, rate)
+            each = np.split(bits, ends)
+        for i, of_layer in enumerate(each):
             own = np.repeat(of_layer, block, axis=1)
             start = np.take_along_axis(fits[i].costs[1], own[..., None], axis=-1)[..., 0]
             made[i] = replace(made[i], tiers=(*made[i].tiers, fits[i].tier(own, start)))
     return made
+
+
+def _even(costs: np.ndarray, widths: np.ndarray, rate: float) -> np.ndarray:
+    """Bits of one layer's channels `[2 H, C]`, as many for each head's key and value together."""
+    heads = costs.reshape(2, -1, *costs.shape[1:])
+    bits = [allocate(heads[:, h], widths, rate) for h in range(heads.shape[1])]
+    return np.stack(bits, axis=1).reshape(costs.shape[:-1])

@@ -71,6 +71,14 @@ def test_blocks_have_widths_that_kernels_read(fit):
     assert (bits == bits[..., :1]).all()
 
 
+def test_even_rows_have_as_many_bits_in_every_head(fit):
+    (coding,) = codings([fit], [3], even=True)
+    bits = coding.tiers[0].bits
+    assert np.ptp(bits.sum(axis=(0, 2))) <= 7
+    (by_worth,) = codings([fit], [3])
+    assert (bits != by_worth.tiers[0].bits).any()
+
+
 def test_bits_go_where_they_save_most():
     draw, widths = np.random.default_rng(1), np.arange(4)
     costs = draw.exponential(size=(4, 1)) * 4.0**-widths  # convex: greedy is the optimum
