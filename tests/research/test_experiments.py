@@ -67,26 +67,9 @@ def test_rows_are_coded_by_the_fits_that_were_made(tmp_path):
             assert done.stdout.splitlines()[-1].startswith("| ")
 
 
-@pytest.mark.slow
-def test_pictures_are_asked_for_with_the_weights_that_were_trained(tmp_path):
-    common = (str(tmp_path), "--texts", TEXT)
-    for what, *options in (
-        ("train", "--minutes", "0.02", "--align", "20", "--tokens", "448"),
-        ("measure", "--prompts", "1", "--distances", "60", "--parts", "2"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "research.images", what, *common, *options],
-            cwd=ROOT, text=True, capture_output=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("| all", "| 1/2"))]
-    assert len(rows) == 7
-    assert all(re.search(r"\d", row) for row in rows)
-
-
 def test_no_experiment_is_left_out():
     """All of research/ that has a command line."""
     there = {
         path.stem for path in (ROOT / "research").glob("*.py") if "__main__" in path.read_text()
     }
-    assert there == {name.split()[0] for name in RUNS} | {"exact_kl", "images"}
+    assert there == {name.split()[0] for name in RUNS} | {"exact_kl"}

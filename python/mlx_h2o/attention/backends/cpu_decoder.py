@@ -109,7 +109,8 @@ class CPUDecoder(Decoder):
             scale=scale, sinks=sinks, tokens=plans,
         )  # fmt: skip
         for decoder, of_layer in zip(decoders, tokens, strict=True):
-            decoder._kept.extend(token.before for token in of_layer if token.before is not None)
+            if decoder._kept.maxlen:
+                decoder._kept.extend(token.before for token in of_layer if token.before is not None)
         return out
 
     @property
