@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mlx_h2o.hosts import vlm_drafts, vlm_prefixes, vlm_shared_keys
+from mlx_h2o.hosts import vlm_drafts, vlm_own_attention, vlm_prefixes
 from mlx_h2o.hosts.cache_lists import listed
 from mlx_h2o.hosts.loaded import hosts, is_cache
 from mlx_h2o.hosts.trimming import bounded
@@ -149,7 +149,7 @@ def dropping(original: Function) -> Function:
 WRAPPED: dict[str, dict[str, Callable[[Function], Function]]] = {
     **vlm_prefixes.WRAPPED,
     **vlm_drafts.WRAPPED,
-    **vlm_shared_keys.WRAPPED,
+    **vlm_own_attention.WRAPPED,
     "mlx_vlm.generate.ar": {
         "_make_cache": batching,
         "generate_step": generating,

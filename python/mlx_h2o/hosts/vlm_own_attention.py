@@ -1,4 +1,4 @@
-"""mlx-vlm's models whose attention does not say which cache the keys are of.
+"""mlx-vlm's models whose attention does not say which cache the keys are of, or needs every token.
 
 AFM's last layers attend to the keys that a cache's `state` gives, and ZAYA1 hands no cache over.
 Inkling's attention needs the keys of all tokens, so it is refused.
