@@ -14,7 +14,7 @@ from benchmarks.report import Report, meaning
 from mlx_h2o._files import require_folder, write_kept
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.cli import main as run_main
-from mlx_h2o.cli.options import add_model_option, settle_model
+from mlx_h2o.cli.options import add_model_option, add_table_options, settle_model
 from mlx_h2o.cli.parsing import Parser
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.machine import load_average
@@ -56,9 +56,7 @@ def parser() -> Parser:
     )  # fmt: skip
     add_model_option(made)
     made.add_argument("--out", type=Path, metavar="DIR", help=f"write {FILE_NAME}, after each part")
-    style = made.add_mutually_exclusive_group()
-    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    add_table_options(made)
     made.set_defaults(run=run)
     return made
 

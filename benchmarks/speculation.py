@@ -28,7 +28,7 @@ from benchmarks.measuring import Arm, Progress, Samples, in_turns
 from benchmarks.model import prompt_tokens
 from mlx_h2o._progress import progress_bar
 from mlx_h2o.cli import main as run_main
-from mlx_h2o.cli.options import add_model_option, settle_model
+from mlx_h2o.cli.options import add_model_option, add_table_options, settle_model
 from mlx_h2o.cli.parsing import Parser
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.report import Table
@@ -67,9 +67,7 @@ def parser() -> Parser:
     made.add_argument(
         "--slots", type=int, default=256, metavar="N", help="slots of the arm beyond the bound"
     )
-    style = made.add_mutually_exclusive_group()
-    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    add_table_options(made)
     made.set_defaults(run=run)
     return made
 

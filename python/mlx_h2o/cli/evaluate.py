@@ -17,6 +17,7 @@ from mlx_h2o._progress import progress_bar
 from mlx_h2o.cli.options import (
     add_model_option,
     add_profile_option,
+    add_table_options,
     named_options,
     profile_choice,
     read_text,
@@ -127,9 +128,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--anew", action="store_true", help="measure everything, whatever was measured before"
     )
-    style = parser.add_mutually_exclusive_group()
-    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    add_table_options(parser)
 
 
 def share_of(text: str) -> float:

@@ -39,6 +39,13 @@ USUAL_SIZE = 512
 RARE = ("remainder", "k_bits", "v_bits", "recent_bits", "group_size", "undo")
 
 
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that prints tables: JSON or Markdown in their place."""
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+
+
 def add_model_option(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """Add --model, which may name `several`; `settle_model` sets the default of one."""
     more = "; may be repeated: the others are loaded when they are asked for" if several else ""
