@@ -70,7 +70,6 @@ CHAT_FIELDS: dict[str, tuple[float, list[Any]]] = {
     "parallel_tool_calls": (0.05, [False]),
     "reasoning_effort": (0.05, ["low"]),
     "chat_template_kwargs": (0.05, [{"enable_thinking": False}]),
-    "mlx_h2o": (0.05, [{"pins": {"roles": ["user"]}}]),
     "add_generation_prompt": (0.05, [True]),
 }  # fmt: skip
 #: Settings of a request's cache.
@@ -149,6 +148,9 @@ def drawn_request(draw: random.Random, templated: str) -> dict[str, Any]:
         body.pop("response_format", None)
     role = draw.choice(["system", "developer"])
     system = [{"role": role, "content": "Be brief."}] if draw.random() < 0.4 else []
+    # Tools stand before the system message, and would be pinned with it.
+    if system and "tools" not in body and draw.random() < 0.1:
+        body["mlx_h2o"] = {"pins": {"roles": [role]}}
     parts = [{"type": "text", "text": prompt[:20]}, {"type": "text", "text": prompt[20:]}]
     content = parts if draw.random() < 0.2 else prompt
     return body | {"messages": [*system, {"role": "user", "content": content}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import openai
 from mlx_lm.generate import generate_step
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_h2o
 from mlx_h2o.hosts.refusals import NothingToBound
@@ -95,6 +97,12 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 def words(first: int, count: int) -> str:
     return " ".join(WORDS[first : first + count])
+
+
+def wrapped(tokenizer: TokenizerWrapper, **options: Any) -> TokenizerWrapper:
+    """Another wrapper around a copy: mlx-lm's sets attributes of the tokenizer that it wraps."""
+    inner = copy.copy(tokenizer._tokenizer)
+    return TokenizerWrapper(inner, eos_token_ids=tokenizer.eos_token_ids, **options)
 
 
 def alone(loaded: Any, prompt: str, tokens: int = 8, chunk: int = 512, **settings: Any) -> str:

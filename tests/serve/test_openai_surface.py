@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from pydantic import BaseModel
 
@@ -21,7 +20,7 @@ from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.pins import NO_PINS
 from mlx_h2o.serve.protocol import Chat
 from mlx_h2o.serve.request import Request
-from serving import MODEL, Running, serving, words
+from serving import MODEL, Running, serving, words, wrapped
 
 #: Tokens of an answer whose request gives no number.
 ANSWER = 20
@@ -178,10 +177,9 @@ def test_other_endpoints_say_what_there_is(server):
 
 def answer_with(embedded: Any, text: str, **body: Any) -> tuple[str, list[Any], str]:
     """A chat answer's text, calls and reason to end, of a model that calls tools as JSON."""
-    own = embedded[1]
-    tokenizer = TokenizerWrapper(
-        own._tokenizer, eos_token_ids=own.eos_token_ids, tool_call_start="<tool_call>",
-        tool_call_end="</tool_call>", tool_parser=json_tools.parse_tool_call,
+    tokenizer = wrapped(
+        embedded[1], tool_call_start="<tool_call>", tool_call_end="</tool_call>",
+        tool_parser=json_tools.parse_tool_call,
     )  # fmt: skip
     request = Request(Chat.model_validate({"messages": HELLO, **body}), MODEL, "", {}, NO_PINS, [0])
     answer, pieces = AnswerText(tokenizer, request, [5], "normal"), []

@@ -13,14 +13,13 @@ from typing import Any
 import mlx.core as mx
 import openai
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, minimax_m2, pythonic, qwen3_coder
 
 import mlx_h2o
 from mlx_h2o.serve.grammar import GrammarCompiler
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.protocol import Chat
-from serving import MODEL, SIZE, Running, alone, serving, until, words
+from serving import MODEL, SIZE, Running, alone, serving, until, words, wrapped
 
 TEMPLATE = (
     "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{{ reasoning_effort }}"
@@ -47,11 +46,9 @@ def plain() -> Iterator[Running]:
 
 def with_tools(embedded: Any, module: Any = json_tools) -> Any:
     """The embedded model's tokenizer, as if its model could call tools."""
-    inner = embedded[1]._tokenizer
-    made = TokenizerWrapper(
-        inner, eos_token_ids=embedded[1].eos_token_ids, chat_template=rendered,
-        tool_call_start=module.tool_call_start, tool_call_end=module.tool_call_end,
-        tool_parser=module.parse_tool_call,
+    made = wrapped(
+        embedded[1], chat_template=rendered, tool_call_start=module.tool_call_start,
+        tool_call_end=module.tool_call_end, tool_parser=module.parse_tool_call,
     )  # fmt: skip
     return embedded[0], made
 

@@ -69,11 +69,11 @@ def test_sequences_of_one_batch_have_each_its_own_pins(server, embedded):
 
 
 def test_a_pinned_system_prompt_stays_through_a_long_chat(server):
-    messages = [{"role": "system", "content": SYSTEM}]
+    messages = [{"role": "developer", "content": SYSTEM}]
     for turn in range(3):
         messages.append({"role": "user", "content": words(90 * turn, 60)})
         answer = server.client.chat.completions.create(
-            model=MODEL, messages=messages, max_tokens=30, extra_body=pins(roles=["system"])
+            model=MODEL, messages=messages, max_tokens=30, extra_body=pins(roles=["developer"])
         )
         cached = answer.usage.prompt_tokens_details.cached_tokens
         assert (cached > 0) == (turn > 0)

@@ -12,7 +12,6 @@ from typing import Any
 import openai
 import pytest
 from mlx_lm import stream_generate
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_h2o
 from mlx_h2o.cli import main
@@ -22,7 +21,7 @@ from mlx_h2o.serve import scheduler
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.memory import Ledger, most_bytes
 from mlx_h2o.serve.settings import EngineSettings
-from serving import MODEL, Running, serving, until, words
+from serving import MODEL, Running, serving, until, words, wrapped
 
 SETTINGS = {"max_size": 80}
 FACT = "The secret number of Mary Lane is"
@@ -133,8 +132,7 @@ def rendered(messages: Any, **_: Any) -> str:
 
 def test_a_long_system_prompt_is_read_twice_for_all_its_chats(embedded, monkeypatch):
     model, tokenizer = embedded
-    ends = tokenizer.eos_token_ids
-    chats = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=ends, chat_template=rendered)
+    chats = wrapped(tokenizer, chat_template=rendered)
     monkeypatch.setattr("mlx_h2o.serve.model.load", lambda name: (model, chats))
     system = {"role": "system", "content": PROMPT}
     with serving(defaults=SETTINGS) as server:

@@ -16,6 +16,11 @@ KINDS = ("roles", "texts", "spans")
 MAX_RULES = 64
 
 
+def template_role(role: str) -> str:
+    """A message's role as templates name it: they know developers by the earlier name."""
+    return "system" if role == "developer" else role
+
+
 @dataclass(frozen=True)
 class PinRequest:
     """Pins in words, to be looked for in a prompt.
@@ -58,7 +63,7 @@ class PinRequest:
                 count = len(value[kind])
                 raise ValueError(f"{FIELD}.{kind} has {count}; at most {MAX_RULES} are allowed.")
         spans = checked_spans(f"{FIELD}.spans", value.get("spans", []))
-        return cls(words["roles"], words["texts"], spans)
+        return cls(tuple(map(template_role, words["roles"])), words["texts"], spans)
 
     def in_prompt(
         self, tokenizer: Any, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]

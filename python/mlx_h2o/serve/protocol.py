@@ -18,6 +18,7 @@ from pydantic import (
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.compression.reading import Readings
 from mlx_h2o.serve.errors import ApiError
+from mlx_h2o.serve.pins import template_role
 
 #: The field of a request's own cache settings.
 EXTRA = "mlx_h2o"
@@ -119,9 +120,7 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it: its content is one text."""
-        message = dict(self.model_extra or {}) | {"role": self.role}
-        if self.role == "developer":  # templates know it by its earlier name
-            message["role"] = "system"
+        message = dict(self.model_extra or {}) | {"role": template_role(self.role)}
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text or "" for part in content)
