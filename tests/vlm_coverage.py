@@ -14,8 +14,11 @@ UNMADE = "no tiny config makes it yet"
 FAILS = "fails"
 
 
-#: They label or embed tokens, and their language models make caches all the same.
-ENCODERS = ("lfm2_encoder", "openai_privacy_filter")
+#: They label or embed tokens, though their language models make caches; or they see alone, and
+#: are large.
+ENCODERS = ("lfm2_encoder", "openai_privacy_filter", "moge3")
+#: Modules that end a process, whatever their caches, and why.
+FATAL = {"phi3small": "its logits are masked outside their array"}
 #: What modules say that see, embed or hear, and generate no tokens.
 NO_TOKENS = ("EmbeddingOutput", "no attribute 'layers'", "no attribute 'ModelConfig'")
 
@@ -24,6 +27,8 @@ def vlm_line(name: str) -> str:
     """A module's line of docs/reference/vision-models.md; empty if it generates no tokens."""
     if name in ENCODERS:
         return ""
+    if name in FATAL:
+        return f"| {name} | {NOT_RUN} | {FATAL[name]} | |"
     try:
         model = vlm_model(name)
     except ModuleNotFoundError as error:

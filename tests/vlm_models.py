@@ -80,7 +80,7 @@ PARTS = ("text", "vision", "perceiver", "projector", "audio")
 STRICT = ("glm_ocr", "phi4_siglip")
 SPEAKING = ("qwen3_omni_moe",)
 #: Modules whose language model is that of another.
-LIKE = {"nemotron_h_nano_omni": "nemotron_h", "plamo2vl": "plamo2"}
+LIKE = {"nemotron_h_nano_omni": "nemotron_h", "plamo2vl": "plamo2", "lille_130m": "lille-130m"}
 
 #: What modules need beyond that.
 DIFFERENT: dict[str, dict[str, Any]] = {
@@ -168,6 +168,19 @@ DIFFERENT: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
             "original_max_position_embeddings": 4096,
         }
+    },
+    "molmo": {
+        "d_model": 128,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "n_layers": 2,
+        "mlp_hidden_size": 192,
+        "embedding_size": 128,
+    },
+    "deepseek_v41": {
+        "engram_layer_ids": [],
+        "engram_num_embeddings": [],
+        "compress_ratios": [0, 0],
     },
     "llama4": {"num_hidden_layers": 4, "num_experts_per_tok": 1},
     "nemotron_nas": {

@@ -67,6 +67,8 @@ def language_model(model: nn.Module) -> nn.Module:
         return model
     part = model
     while isinstance(inner := getattr(part, "language_model", None), nn.Module):
+        if inner is part:  # phi3_v names itself
+            break
         part = inner
     return part
 

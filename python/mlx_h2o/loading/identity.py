@@ -105,8 +105,9 @@ def identity_of(model: nn.Module, heads: Sequence[int], widths: Sequence[int]) -
         heads: KV heads of each bounded layer.
         widths: D of each bounded layer.
     """
+    names = ("embed_tokens", "wte")  # phi3_v's vision_embed_tokens takes images
     embedding = next(
-        (m for name, m in model.named_modules() if name.endswith(("embed_tokens", "wte"))), None
+        (m for name, m in model.named_modules() if name.rpartition(".")[2] in names), None
     )
     probe: tuple[float, ...] = ()
     if embedding is not None:
