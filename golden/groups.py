@@ -16,6 +16,7 @@ from golden import (
     selection,
     trajectory,
     turns,
+    twice,
 )
 from golden.group import Group
 
@@ -32,6 +33,7 @@ GROUPS: dict[str, Group] = {
         turns,
         filling,
         returning,
+        twice,
         model,
     )
 }

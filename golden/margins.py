@@ -38,7 +38,9 @@ def margin(
     ranked = np.array(selection.rankable(priority, evictable, unit))
     least = math.inf
     for head in ranked.reshape(-1, ranked.shape[-1]):
-        finite = np.sort(head[np.isfinite(head)].astype(np.float64))
+        # Of rows that are worth more than any the largest finite number is the rank.
+        ranks = head[np.abs(head) < np.finfo(np.float32).max]
+        finite = np.sort(ranks.astype(np.float64))
         if goes < len(finite):
             gaps = np.diff(finite)[0 if ordered else goes - 1 : goes]
             least = min(least, float(gaps.min() / max(np.abs(finite).max(), 1e-30)))

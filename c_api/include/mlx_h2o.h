@@ -494,6 +494,65 @@ MLX_H2O_API int mlx_h2o_remainder_free(mlx_h2o_remainder remainder);
 MLX_H2O_API int mlx_h2o_cache_remainder(
     mlx_h2o_remainder* res, mlx_h2o_cache cache, const mlx_stream s);
 
+// -- a prompt that is read twice ------------------------------------------------------------------
+
+// A prompt that is longer than the slots is read once by caches that have room for all of it; then
+// the model is asked to repeat it, and reads it again, while it is noted how much weight each row
+// receives. The rows that received most are kept, those of all layers and heads competing for a
+// part of the slots; the others go into the remainder, and the kept values are fitted to the
+// attention that all rows gave. In between the caches hold all of the prompt, and queries of it.
+//
+//   mlx_h2o_two_readings_begin(&readings, caches, n_layers, length, 16, s);
+//   the model reads the prompt as ever: mlx_h2o_cache_update_and_attend in each layer
+//   for each chunk of it, the model reads the tokens of a request ("\n\nRepeat the previous context
+//   exactly:\n\n") and then the chunk, with RoPE applied at mlx_h2o_cache_offset, which stays:
+//   mlx_h2o_second_reading_attend in each layer, in the place of the other
+//   mlx_h2o_two_readings_finish(readings, s), or mlx_h2o_two_readings_abandon
+//
+// The caches are those of one conversation, must outlive this, and are used by one thread at a
+// time. They attend (options.attending), with absolute positions, without recent_bits, and each
+// head by itself (not the policy's unit "layer").
+typedef struct mlx_h2o_two_readings_ {
+  void* ctx;
+} mlx_h2o_two_readings;
+
+// An empty handle, to be filled.
+MLX_H2O_API mlx_h2o_two_readings mlx_h2o_two_readings_new(void);
+// Of readings that are not over the caches keep their room.
+MLX_H2O_API int mlx_h2o_two_readings_free(mlx_h2o_two_readings readings);
+
+// Makes room in the caches of all layers, in order, for a prompt of `length` tokens, from 1 on.
+// What they hold keeps a part of the slots in proportion to its length, by the policy. `room` slots
+// of each head, from 0 on, stay free for tokens after the prompt (its last ones, with the question,
+// are best read once, after this). An error (MLX_H2O_ERROR_SETTINGS), and nothing is changed, for
+// other caches than those above and for too few slots. res: an empty handle, or readings that are
+// over.
+MLX_H2O_API int mlx_h2o_two_readings_begin(
+    mlx_h2o_two_readings* res, const mlx_h2o_cache* caches, size_t n_layers, int length, int room,
+    const mlx_stream s);
+
+// One call of a layer's attention in the second reading: to all that its cache holds, the evicted
+// and, causally, the chunk itself, of which nothing is stored. Shapes are those of
+// mlx_h2o_cache_update_and_attend. An error (MLX_H2O_ERROR_STATE), and nothing is changed, before
+// the cache has read the whole prompt once, or if it was changed in between.
+MLX_H2O_API int mlx_h2o_second_reading_attend(
+    mlx_array* out, mlx_h2o_two_readings readings, size_t layer, const mlx_array q,
+    const mlx_array keys, const mlx_array values, float scale, const mlx_array sinks,
+    const mlx_stream s);
+// All arrays that the second reading has made. A program that evaluates these after each chunk need
+// not compute the model's logits.
+MLX_H2O_API int mlx_h2o_second_reading_state(
+    mlx_vector_array* res, const mlx_h2o_two_readings readings);
+
+// Keeps the rows worth most, and fits their values; all is evaluated. A head's slots are from now
+// on those of its rows and the room. An error (MLX_H2O_ERROR_STATE), and nothing is changed, unless
+// all layers have read the prompt twice; of a failure of another kind the caches are as after
+// mlx_h2o_two_readings_abandon.
+MLX_H2O_API int mlx_h2o_two_readings_finish(mlx_h2o_two_readings readings, const mlx_stream s);
+// Gives the caches the slots that they would have without this, whatever they have read of the
+// prompt: what does not fit is evicted by the policy.
+MLX_H2O_API int mlx_h2o_two_readings_abandon(mlx_h2o_two_readings readings, const mlx_stream s);
+
 // -- a file of all rows ---------------------------------------------------------------------------
 
 // The file behind the caches of one conversation, one for each layer: every row that comes is

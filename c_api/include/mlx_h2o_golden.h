@@ -76,6 +76,18 @@ MLX_H2O_API int mlx_h2o_select_kept(
     mlx_array* res, const mlx_array priority, const mlx_array positions, const mlx_array evictable,
     int count, bool per_layer, const mlx_stream s);
 
+// -- a prompt that is read twice ------------------------------------------------------------------
+
+// The greatest weight that each row of a layer received in the second reading so far, [B, Hk, N],
+// in the order of its slots; then 0 for heads with fewer rows.
+MLX_H2O_API int mlx_h2o_second_reading_worths(
+    mlx_array* res, const mlx_h2o_two_readings readings, size_t layer, const mlx_stream s);
+
+// How many rows each of H heads keeps, res [H]: its own [H], from 0 on, and as many as it has among
+// the best of the other rows, `whole` in all. worths [H, T], each head's best first.
+MLX_H2O_API int mlx_h2o_shared_out(
+    int* res, const mlx_array worths, int whole, const int* own, const mlx_stream s);
+
 // -- slots ----------------------------------------------------------------------------------------
 
 // Overwrites rows of a buffer [B, S, ...] at index [B or 1, M] int32, from 0 to S - 1, with rows

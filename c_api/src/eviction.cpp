@@ -9,13 +9,11 @@ namespace mlx_h2o {
 
 namespace {
 
-// The slots of a run that stay within its budget, [B, heads, budget].
-mx::array kept_slots(
+// What a run's rows are worth by the policy, [B, heads, N].
+mx::array worth_of(
     BoundedLayer& layer, const Run& run, const Fields& fields,
     const std::optional<mx::array>& window_mass) {
-  const Policy& policy = layer.settings.policy;
-  const mx::array& positions = fields.at("positions");
-  const int N = positions.shape(2), evicted = layer.lost_beside(fields);
+  const int N = fields.at("positions").shape(2), evicted = layer.lost_beside(fields);
   // Head by head, so that float32 copies are never of more than one head's rows.
   std::vector<mx::array> priorities;
   for (int i = 0; i < run.heads(); ++i) {
@@ -24,20 +22,19 @@ mx::array kept_slots(
     std::optional<mx::array> mass;
     if (window_mass) mass = part(*window_mass, 1, i, i + 1);
     const Slots seen = slots_of(layer, one, heads_of(fields, i, i + 1), evicted);
-    priorities.push_back(part(policy.prompt_priority(seen, mass), 2, 0, N));
+    priorities.push_back(part(layer.settings.policy.prompt_priority(seen, mass), 2, 0, N));
   }
-  return select_kept(
-      join_along(std::move(priorities), 1), true_positions(positions),
-      evictable_of(layer, run, positions), run.budget, policy.per_layer);
+  return join_along(std::move(priorities), 1);
 }
 
-// The rows of a run that stay within its budget; the others are folded.
-Fields reduced(
-    BoundedLayer& layer, const Run& run, const Fields& fields,
-    const std::optional<mx::array>& window_mass) {
+// The `count` rows of a run that are worth most, [B, heads, N]; those that may not go are among
+// them. The others are folded.
+Fields best(
+    BoundedLayer& layer, const Run& run, const Fields& fields, const mx::array& worth, int count,
+    const mx::array& may_go) {
   const mx::array& positions = fields.at("positions");
-  if (run.budget >= positions.shape(2)) return fields;
-  const mx::array kept = kept_slots(layer, run, fields, window_mass);
+  const mx::array kept =
+      select_kept(worth, true_positions(positions), may_go, count, layer.settings.policy.per_layer);
   if (layer.settings.remembers()) {
     const mx::array dropped =
         mx::put_along_axis(mx::ones(positions.shape()), kept, mx::zeros(kept.shape()), -1);
@@ -48,11 +45,21 @@ Fields reduced(
   for (const auto& [name, field] : fields) {
     mx::Shape index = kept.shape(), rows = field.shape();
     index.resize(field.ndim(), 1);
-    rows[2] = run.budget;
+    rows[2] = count;
     staying.emplace(
         name, mx::take_along_axis(field, mx::broadcast_to(mx::reshape(kept, index), rows), 2));
   }
   return staying;
+}
+
+// The rows of a run that stay within its budget; the others are folded.
+Fields reduced(
+    BoundedLayer& layer, const Run& run, const Fields& fields,
+    const std::optional<mx::array>& window_mass) {
+  const mx::array& positions = fields.at("positions");
+  if (run.budget >= positions.shape(2)) return fields;
+  const mx::array worth = worth_of(layer, run, fields, window_mass);
+  return best(layer, run, fields, worth, run.budget, evictable_of(layer, run, positions));
 }
 
 // The slots of a full run to overwrite next, [B, heads, evict_every].
@@ -113,6 +120,30 @@ void resize(BoundedLayer& layer) {
   const size_t runs = layer.runs().size();
   settle(layer, layer.attended(beyond), std::vector<std::optional<mx::array>>(runs));
   // Heads that have become alike form one run again.
+  layer.regroup();
+  choose_victims(layer);
+}
+
+void keep_best(BoundedLayer& layer, const std::vector<mx::array>& worths, int room) {
+  layer.regroup();
+  const std::vector<Fields> all = layer.attended(std::nullopt);
+  std::vector<Fields> kept;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Run& run = layer.runs()[i];
+    const mx::array& positions = all[i].at("positions");
+    const int count = run.budget - room;
+    if (count >= positions.shape(2)) {
+      kept.push_back(all[i]);
+      continue;
+    }
+    std::vector<mx::array> worth;
+    for (int head = run.first; head < run.last; ++head)
+      worth.push_back(mx::expand_dims(worths[head], 1));
+    const mx::array may_go = mx::greater_equal(positions, mx::array(layer.settings.policy.sink));
+    kept.push_back(best(layer, run, all[i], join_along(std::move(worth), 1), count, may_go));
+  }
+  layer.keep(kept);
+  // Heads that hold as many rows form one run.
   layer.regroup();
   choose_victims(layer);
 }

@@ -19,4 +19,8 @@ void settle(
 // others than before: what no longer fits is evicted.
 void resize(BoundedLayer& layer);
 
+// The same by another measure than the policy's, of each head's rows [B, N]: those worth most are
+// kept, and `room` of each head's slots stay free for later tokens. Recent rows may go.
+void keep_best(BoundedLayer& layer, const std::vector<mx::array>& worths, int room);
+
 }  // namespace mlx_h2o

@@ -131,6 +131,17 @@ void BoundedLayer::unfold(const Fields& rows, int first) {
   remainder = remainder.with_heads(first, of_heads.without(keys, values));
 }
 
+void BoundedLayer::write_values(const std::vector<mx::array>& parts) {
+  std::vector<Fields> stored(parts.size());
+  for (size_t i = 0; i < parts.size(); ++i)
+    settings.packing.put(stored[i], "values", {{mx::astype(parts[i], types.value_dtype)}});
+  for (const auto& [name, of_first] : stored[0]) {
+    std::vector<mx::array> of_runs;
+    for (const Fields& fields : stored) of_runs.push_back(fields.at(name));
+    memory_.store().write(name, of_runs);
+  }
+}
+
 std::pair<mx::array, mx::array> BoundedLayer::with_plain_rows() {
   SlotStore& store = memory_.store();
   const auto [keys, values] = evictions().remainder.plain_rows(settings.plain_rows());

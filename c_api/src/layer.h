@@ -144,7 +144,9 @@ class BoundedLayer {
   void write_scores(const std::vector<mx::array>& parts) {
     memory_.store().write("scores", parts);
   }
-  // The same of the recent window, [B, H, length].
+  // New values of the slots in use: per run [B, heads, length, Dv].
+  void write_values(const std::vector<mx::array>& parts);
+  // Scores of the recent window, [B, H, length].
   void write_newest_scores(const mx::array& scores) {
     memory_.window()->write_scores(scores);
   }

@@ -125,8 +125,8 @@ Core::Core(CacheSettings settings) : settings_(std::move(settings)) {
   blaming(Blame::settings, [&] { settings_.check_all(); });
 }
 
-mx::array Core::update_and_attend(
-    const AttentionCall& call, const mx::array& keys, const mx::array& values) {
+void Core::check_step(
+    const AttentionCall& call, const mx::array& keys, const mx::array& values) const {
   check(
       settings_.attending, "This cache is for a model that attends by itself: update_and_fetch.",
       Blame::state);
@@ -140,6 +140,11 @@ mx::array Core::update_and_attend(
   check(
       !settings_.rope || settings_.rope->dims <= keys.shape(3),
       "The rope turns more channels than keys " + text(keys.shape()) + " have.");
+}
+
+mx::array Core::update_and_attend(
+    const AttentionCall& call, const mx::array& keys, const mx::array& values) {
+  check_step(call, keys, values);
   grow(call.length());
   const int L = call.length();
   const bool singly = L > 1 && L - 1 <= settings_.undo;
@@ -327,6 +332,18 @@ std::unique_ptr<Core> Core::restored(
 }
 
 void Core::resize(std::vector<int> budgets, std::vector<Stage> filling) {
+  give_slots(std::move(budgets), std::move(filling));
+  if (layer_) change([&] { mlx_h2o::resize(*layer_); });
+}
+
+void Core::keep_best(const std::vector<mx::array>& worths, std::vector<int> budgets, int room) {
+  BoundedLayer& layer = layer_with_tokens();
+  give_slots(std::move(budgets), {});
+  change([&] { mlx_h2o::keep_best(layer, worths, room); });
+}
+
+// Has the settings say these; the layer is to follow.
+void Core::give_slots(std::vector<int> budgets, std::vector<Stage> filling) {
   CacheSettings changed = settings_;
   changed.reserved.reset();
   changed.budgets = std::move(budgets);
@@ -338,7 +355,6 @@ void Core::resize(std::vector<int> budgets, std::vector<Stage> filling) {
   settings_.filling = std::move(changed.filling);
   settings_.reserved.reset();
   chunk_.reset();
-  if (layer_) change([&] { mlx_h2o::resize(*layer_); });
 }
 
 std::vector<int> Core::with_room(

@@ -27,6 +27,9 @@ class Core {
   mx::array update_and_attend(
       const AttentionCall& call, const mx::array& keys, const mx::array& values);
 
+  // Raises unless a call and its rows [B, Hk, L, width] fit this cache.
+  void check_step(const AttentionCall& call, const mx::array& keys, const mx::array& values) const;
+
   // For models that attend by themselves: takes rows in, gives out what to attend to, the evicted
   // as plain rows, with what to add to the logits (none: nothing before a decode step, and a causal
   // mask aligned at the end before a chunk).
@@ -77,6 +80,11 @@ class Core {
   // Gives each head other slots, and others that follow; what no longer fits is folded, and steps
   // before it cannot be taken back. Raises, and changes nothing, for what makes no cache.
   void resize(std::vector<int> budgets, std::vector<Stage> filling = {});
+  // The same where each head keeps its rows worth most, by `worths` [B, N] of each
+  // (eviction.h).
+  void keep_best(const std::vector<mx::array>& worths, std::vector<int> budgets, int room);
+  // Raises before the first rows.
+  BoundedLayer& layer_with_tokens();
   // How many of the newest tokens can be taken back, and taking them back.
   int trimmable() const;
   void trim(int n);
@@ -121,7 +129,7 @@ class Core {
   std::vector<mx::array> seen(Look look);
   void check_rows(const mx::array& keys, const mx::array& values) const;
   BoundedLayer& layer_for(const mx::array& keys, const mx::array& values);
-  BoundedLayer& layer_with_tokens();
+  void give_slots(std::vector<int> budgets, std::vector<Stage> filling);
   Fetched take_in(BoundedLayer& layer, const mx::array& keys, const mx::array& values);
 
   // Positions in spans that some heads, and those that all have lost.

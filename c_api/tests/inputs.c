@@ -63,3 +63,28 @@ mlx_array rows_of(
   free(part);
   return made;
 }
+
+mlx_h2o_cache_options options_of(Case* c, int kv_heads) {
+  mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
+  options.remainder = flag_of(c, "cache.remainder");
+  if (text_or_null(c, "cache.attending")) options.attending = flag_of(c, "cache.attending");
+  if (text_or_null(c, "cache.bits")) options.k_bits = options.v_bits = int_of(c, "cache.bits");
+  if (text_or_null(c, "cache.k_bits")) options.k_bits = int_of(c, "cache.k_bits");
+  if (text_or_null(c, "cache.v_bits")) options.v_bits = int_of(c, "cache.v_bits");
+  if (text_or_null(c, "cache.group_size")) options.group_size = int_of(c, "cache.group_size");
+  if (text_or_null(c, "cache.recent_bits")) options.recent_bits = int_of(c, "cache.recent_bits");
+  if (text_or_null(c, "cache.saturation"))
+    options.saturation = fractions_of(c, "cache.saturation", (size_t)kv_heads);
+  return options;
+}
+
+mlx_array part_of_frame(const Replay* r, const char* name, int layer) {
+  mlx_array all = golden(r, "in", name), part = kNone, squeezed = kNone;
+  if (!all.ctx) return kNone;
+  const int first[] = {layer, 0, 0},
+            last[] = {layer + 1, mlx_array_dim(all, 1), mlx_array_dim(all, 2)}, step[] = {1, 1, 1};
+  TRY(mlx_slice(&part, all, first, 3, last, 3, step, 3, r->s));
+  TRY(mlx_squeeze_axis(&squeezed, part, 0, r->s));
+  mlx_array_free(all), mlx_array_free(part);
+  return squeezed;
+}

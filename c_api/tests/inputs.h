@@ -22,5 +22,9 @@ mlx_array rows_of(
     const Replay* r, const float* data, int batch, int heads, int rows, int width, int first,
     int count);
 mlx_h2o_policy policy_of(Case* c);
+// A case's cache.*; saturation is to be freed.
+mlx_h2o_cache_options options_of(Case* c, int kv_heads);
+// Of a layer's frame "frame.centre" or "frame.scale" [layers, Hk, D], where the case has one.
+mlx_array part_of_frame(const Replay* r, const char* name, int layer);
 
 #endif

@@ -18,17 +18,12 @@ typedef struct Group_ {
 } Group;
 
 static const Group kGroups[] = {
-    {"attention", replay_attention},
-    {"quantized", replay_quantized},
-    {"remainder", replay_remainder},
-    {"accumulate", replay_accumulate},
-    {"selection", replay_selection},
-    {"trajectory", replay_trajectory},
-    {"framed", replay_trajectory},
-    {"turns", replay_trajectory},
-    {"filling", replay_trajectory},
-    {"returning", replay_trajectory},
-    {"model", NULL},  // models are Python's and Swift's
+    {"attention", replay_attention}, {"quantized", replay_quantized},
+    {"remainder", replay_remainder}, {"accumulate", replay_accumulate},
+    {"selection", replay_selection}, {"trajectory", replay_trajectory},
+    {"framed", replay_trajectory},   {"turns", replay_trajectory},
+    {"filling", replay_trajectory},  {"returning", replay_trajectory},
+    {"twice", replay_twice},         {"model", NULL},  // models are Python's and Swift's
 };
 
 // The cases that were asked for; all if none were.

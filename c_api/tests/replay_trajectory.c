@@ -3,39 +3,19 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "layers.h"
 #include "replays.h"
 #include "spilled.h"
 #include "stages.h"
-
-// A layer's stream and cache.
-typedef struct Layer_ {
-  mlx_h2o_cache cache;
-  float *q, *k, *v;
-  mlx_array sinks;
-} Layer;
 
 typedef struct Trajectory_ {
   int B, Hq, Hk, D, Dv, T, layers, most;
   float scale;
   bool attending;
-  Layer* of;
+  Stream* of;
+  mlx_h2o_cache* caches;
   Spilled spilled;
 } Trajectory;
-
-// A case's cache.*; saturation is to be freed.
-static mlx_h2o_cache_options options_of(Case* c, int kv_heads) {
-  mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
-  options.remainder = flag_of(c, "cache.remainder");
-  if (text_or_null(c, "cache.attending")) options.attending = flag_of(c, "cache.attending");
-  if (text_or_null(c, "cache.bits")) options.k_bits = options.v_bits = int_of(c, "cache.bits");
-  if (text_or_null(c, "cache.k_bits")) options.k_bits = int_of(c, "cache.k_bits");
-  if (text_or_null(c, "cache.v_bits")) options.v_bits = int_of(c, "cache.v_bits");
-  if (text_or_null(c, "cache.group_size")) options.group_size = int_of(c, "cache.group_size");
-  if (text_or_null(c, "cache.recent_bits")) options.recent_bits = int_of(c, "cache.recent_bits");
-  if (text_or_null(c, "cache.saturation"))
-    options.saturation = fractions_of(c, "cache.saturation", (size_t)kv_heads);
-  return options;
-}
 
 // Whether a case's positions roll, by `rope`.
 static bool rope_of(Case* c, mlx_h2o_rope* rope) {
@@ -44,32 +24,6 @@ static bool rope_of(Case* c, mlx_h2o_rope* rope) {
       sizeof *rope, int_of(c, "cache.rope.dims"), (float)number_of(c, "cache.rope.base"),
       (float)number_of(c, "cache.rope.scale"), flag_of(c, "cache.rope.traditional")};
   return true;
-}
-
-static Layer layer_of(const Replay* r, const Trajectory* t, int number) {
-  Case* c = r->c;
-  Layer layer = {.cache = mlx_h2o_cache_new()};
-  const size_t rows = (size_t)t->B * t->T;
-  layer.q = numbers_of(c, Q, number, rows * t->Hq * t->D, 0);
-  layer.k = numbers_of(c, K, number, rows * t->Hk * t->D, 0);
-  layer.v = numbers_of(c, V, number, rows * t->Hk * t->Dv, 0);
-  if (flag_of(c, "sinks")) {
-    float* numbers = numbers_of(c, SINKS, number, (size_t)t->Hq, 0);
-    layer.sinks = array_of(r, numbers, &t->Hq, 1, MLX_FLOAT32);
-    free(numbers);
-  }
-  return layer;
-}
-
-// Of a layer's frame "frame.centre" or "frame.scale" [layers, Hk, D], where the case has one.
-static mlx_array part_of_frame(const Replay* r, const char* name, const Trajectory* t, int layer) {
-  mlx_array all = golden(r, "in", name), part = kNone, squeezed = kNone;
-  if (!all.ctx) return kNone;
-  const int first[] = {layer, 0, 0}, last[] = {layer + 1, t->Hk, t->D}, step[] = {1, 1, 1};
-  TRY(mlx_slice(&part, all, first, 3, last, 3, step, 3, r->s));
-  TRY(mlx_squeeze_axis(&squeezed, part, 0, r->s));
-  mlx_array_free(all), mlx_array_free(part);
-  return squeezed;
 }
 
 static Trajectory trajectory_of(const Replay* r) {
@@ -89,6 +43,7 @@ static Trajectory trajectory_of(const Replay* r) {
   t.layers = (int)slots / t.Hk;
   const Stages filling = stages_of(c, slots, &t.most);
   t.of = calloc((size_t)t.layers, sizeof *t.of);
+  t.caches = calloc((size_t)t.layers, sizeof *t.caches);
   t.spilled = spilled_of(c, t.layers, t.Hk);
   mlx_h2o_policy policy = policy_of(c);
   mlx_h2o_cache_options options = options_of(c, t.Hk);
@@ -96,14 +51,14 @@ static Trajectory trajectory_of(const Replay* r) {
   if (rope_of(c, &rope)) options.rope = &rope;
   t.attending = options.attending;
   for (int l = 0; l < t.layers; ++l) {
-    t.of[l] = layer_of(r, &t, l);
-    options.frame_centre = part_of_frame(r, "frame.centre", &t, l);
-    options.frame_scale = part_of_frame(r, "frame.scale", &t, l);
+    t.of[l] = stream_of(r, l, t.T);
+    options.frame_centre = part_of_frame(r, "frame.centre", l);
+    options.frame_scale = part_of_frame(r, "frame.scale", l);
     int* stages = stages_of_layer(&filling, l, t.Hk);
     options.filling = stages, options.n_stages = filling.stages;
     TRY(mlx_h2o_cache_make(
-        &t.of[l].cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, &options));
-    spill_layer(&t.spilled, t.of[l].cache, l);
+        &t.caches[l], policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, &options));
+    spill_layer(&t.spilled, t.caches[l], l);
     free(stages);
     mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);
   }
@@ -115,27 +70,28 @@ static Trajectory trajectory_of(const Replay* r) {
 
 static void trajectory_free(Trajectory t) {
   for (int l = 0; l < t.layers; ++l) {
-    mlx_h2o_cache_free(t.of[l].cache);
-    mlx_array_free(t.of[l].sinks);
-    free(t.of[l].q), free(t.of[l].k), free(t.of[l].v);
+    mlx_h2o_cache_free(t.caches[l]);
+    stream_free(t.of[l]);
   }
-  free(t.of);
+  free(t.of), free(t.caches);
   spilled_free(t.spilled);
 }
 
 // One call of a layer's attention: the next L tokens of its stream.
-static float* call(const Replay* r, const Trajectory* t, Layer* layer, int L) {
+static float* call(const Replay* r, const Trajectory* t, int number, int L) {
+  const Stream* layer = &t->of[number];
+  const mlx_h2o_cache cache = t->caches[number];
   int first;
-  TRY(mlx_h2o_cache_offset(&first, layer->cache));
+  TRY(mlx_h2o_cache_offset(&first, cache));
   mlx_array q = rows_of(r, layer->q, t->B, t->Hq, t->T, t->D, first, L);
   mlx_array k = rows_of(r, layer->k, t->B, t->Hk, t->T, t->D, first, L);
   mlx_array v = rows_of(r, layer->v, t->B, t->Hk, t->T, t->Dv, first, L), out = kNone;
   if (t->attending) {
     TRY(mlx_h2o_cache_update_and_attend(
-        &out, layer->cache, q, k, v, t->scale, "causal", kNone, layer->sinks, r->s));
+        &out, cache, q, k, v, t->scale, "causal", kNone, layer->sinks, r->s));
   } else {
     mlx_array mask = kNone;
-    TRY(mlx_h2o_cache_update_and_fetch(&k, &v, &mask, layer->cache, k, v, r->s));
+    TRY(mlx_h2o_cache_update_and_fetch(&k, &v, &mask, cache, k, v, r->s));
     const char* mode = mask.ctx ? "array" : L > 1 ? "causal" : "";
     TRY(mlx_fast_scaled_dot_product_attention(
         &out, q, k, v, t->scale, mode, mask, layer->sinks, r->s));
@@ -171,10 +127,10 @@ static void begin_call(const Replay* r, const Conversation* talk, const Trajecto
       spans[2 * count++ + 1] = talk->pins[i + 2];
     }
   for (int l = 0; l < t->layers; ++l) {
-    if (count) TRY(mlx_h2o_cache_pin(&missing, t->of[l].cache, spans, count, r->s));
+    if (count) TRY(mlx_h2o_cache_pin(&missing, t->caches[l], spans, count, r->s));
     for (size_t i = 0; i < talk->turn_count; ++i)
       if (talk->turns[i] == number)
-        TRY(mlx_h2o_cache_new_turn(t->of[l].cache, talk->carries[i], r->s));
+        TRY(mlx_h2o_cache_new_turn(t->caches[l], talk->carries[i], r->s));
   }
 }
 
@@ -243,54 +199,15 @@ static void expect_records(Replay* r, const Records* all) {
   mlx_array_free(has_scores);
 }
 
-// The statistics of the evicted, of all layers.
-static void expect_remainders(Replay* r, const Trajectory* t) {
-  const char* const names[] = {"count", "mean_key", "var_key", "mean_value"};
-  const size_t widths[] = {1, (size_t)t->D, (size_t)t->D, (size_t)t->Dv};
-  mlx_h2o_remainder remainder = mlx_h2o_remainder_new();
-  const bool remembers = !mlx_h2o_cache_remainder(&remainder, t->of[0].cache, r->s);
-  for (int i = 0; i < 4; ++i) {
-    char name[32];
-    snprintf(name, sizeof name, "remainder.%s", names[i]);
-    if (!remembers) {
-      mlx_array has = golden(r, "out", name);
-      if (has.ctx) differs(r, name, "is not kept here");
-      mlx_array_free(has);
-      continue;
-    }
-    const size_t size = (size_t)t->B * t->Hk * widths[i];
-    float* all = malloc(t->layers * size * sizeof *all);
-    for (int l = 0; l < t->layers; ++l) {
-      TRY(mlx_h2o_cache_remainder(&remainder, t->of[l].cache, r->s));
-      const mlx_array arrays[] = {
-          remainder.count, remainder.mean_key, remainder.var_key, remainder.mean_value};
-      float* of_layer = floats_of(r, arrays[i]);
-      memcpy(all + l * size, of_layer, size * sizeof *all);
-      free(of_layer);
-    }
-    expect_floats(r, name, all, t->layers * size);
-    free(all);
-  }
-  mlx_h2o_remainder_free(remainder);
-}
-
-// How many rows came back to each layer, where the case has a file.
-static void expect_all_returned(Replay* r, const Trajectory* t) {
-  mlx_h2o_cache* caches = malloc((size_t)t->layers * sizeof *caches);
-  for (int l = 0; l < t->layers; ++l) caches[l] = t->of[l].cache;
-  expect_returned(r, &t->spilled, caches);
-  free(caches);
-}
-
 // One call of every layer. Outputs of a whole chunk are compared at once.
 static void replay_call(
     Replay* r, const Trajectory* t, int L, int number, bool chunk, Records* all) {
   const size_t size = (size_t)t->B * t->Hq * t->Dv * L;
   float* whole = chunk ? malloc(t->layers * size * sizeof *whole) : NULL;
   for (int l = 0; l < t->layers; ++l) {
-    float* out = call(r, t, &t->of[l], L);
+    float* out = call(r, t, l, L);
     if (chunk) memcpy(whole + l * size, out, size * sizeof *out);
-    if (all) record(r, t, all, t->of[l].cache, out, L);
+    if (all) record(r, t, all, t->caches[l], out, L);
     free(out);
   }
   if (!chunk) return;
@@ -317,8 +234,8 @@ void replay_trajectory(Replay* r) {
           contains(records, recorded, number) ? &all : NULL);
     }
   expect_records(r, &all);
-  expect_remainders(r, &t);
-  expect_all_returned(r, &t);
+  expect_remainders(r, t.caches, t.layers);
+  expect_returned(r, &t.spilled, t.caches);
   free(all.outs), free(all.scores), free(all.kept);
   free(lengths), free(records), free(whole);
   free(talk.pins), free(talk.turns), free(talk.carries);

@@ -10,6 +10,7 @@ void replay_remainder(Replay* r);
 void replay_accumulate(Replay* r);
 void replay_selection(Replay* r);
 void replay_trajectory(Replay* r);
+void replay_twice(Replay* r);
 
 // Wrong arguments give a status and a message, and leave the cache as it was. Failures.
 int check_errors(const Replay* r);

@@ -45,6 +45,7 @@ GROUPS = (
     "turns",
     "filling",
     "returning",
+    "twice",
 )
 
 
@@ -420,6 +421,12 @@ def test_a_compiled_function_is_refused(over_mlx: Path) -> None:
 def test_copies_and_other_slots(engine: Path) -> None:
     """A copy goes on bit by bit as the original would; other slots hold what they may."""
     succeed(engine / "tests" / "copies")
+
+
+@over_both
+def test_prompts_that_are_read_twice(engine: Path) -> None:
+    """Within the bound after both readings or a part of them; wrong arguments change nothing."""
+    succeed(engine / "tests" / "twice")
 
 
 @pytest.mark.parametrize(

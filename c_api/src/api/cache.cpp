@@ -385,11 +385,7 @@ int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache) 
   return guarded([&] {
     wants(res);
     of(cache).check_whole();
-    const std::vector<mx::array> all = of(cache).newest();
-    const mlx_vector_array held = listed(all);
-    const int status = mlx_vector_array_set(res, held);
-    mlx_vector_array_free(held);
-    check(!status, "MLX could not list the arrays.", Blame::internal);
+    give(res, of(cache).newest());
   });
 }
 

@@ -56,6 +56,13 @@ void give(mlx_map_string_to_array* res, const Fields& arrays) {
   check(!status, "MLX could not list the arrays.", Blame::internal);
 }
 
+void give(mlx_vector_array* res, const std::vector<mx::array>& arrays) {
+  const mlx_vector_array all = listed(arrays);
+  const int status = mlx_vector_array_set(res, all);
+  mlx_vector_array_free(all);
+  check(!status, "MLX could not list the arrays.", Blame::internal);
+}
+
 Fields fields_of(const mlx_map_string_to_array arrays) {
   Fields all;
   const mlx_map_string_to_array_iterator it = mlx_map_string_to_array_iterator_new(arrays);

@@ -22,6 +22,7 @@ void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache);
 void give(mlx_h2o_policy* res, Policy policy);
 void give(mlx_string* res, const std::string& words);
 void give(mlx_map_string_to_array* res, const Fields& arrays);
+void give(mlx_vector_array* res, const std::vector<mx::array>& arrays);
 Fields fields_of(const mlx_map_string_to_array arrays);
 // What a handle of a conversation's file points to. Raises for an empty one.
 const std::shared_ptr<ConversationRows>& of(mlx_h2o_spill handle);

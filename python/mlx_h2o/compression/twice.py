@@ -100,15 +100,15 @@ def read_twice(
     """
     B, T = tokens.shape
     entries = observable(model, caches)
-    whole, least, parts = _slots(entries, T, reading)
-    planned = [slots for entry in entries for slots in _planned(entry, T)]
+    whole, least, parts = slots_for(entries, T, reading)
+    planned = [slots for entry in entries for slots in planned_slots(entry, T)]
     own = own_slots(planned, whole, least)
     as_planned = [entry.settings for entry in entries]
     repeat = mx.array([tokenizer.encode(REPEAT, add_special_tokens=False)], tokens.dtype)
     request = mx.broadcast_to(repeat, (B, repeat.shape[1]))
     seconds = 0.0  # callers may do other things in between
     try:
-        older = _make_room(entries, parts, T + reading.room)
+        older = make_room(entries, parts, T + reading.room)
         begun = time.monotonic()
         for chunk in first_reading(model, tokens, caches, reading.chunk):
             seconds += time.monotonic() - begun
@@ -123,7 +123,7 @@ def read_twice(
             logits_of(model, again, looking_caches(caches, looks))
             mx.eval([look.state for look in looks])  # the logits are not computed
             yield chunk.size
-        yield from _keep(entries, looks, older, whole, own, reading.room)
+        yield from keep(entries, looks, older, whole, own, reading.room)
         as_planned = []
         return True
     finally:  # too slow, stopped, or failed: back to the bound
@@ -193,16 +193,21 @@ def require_readable(
         ValueError: The model's attention does not come through mlx-h2o, or the caches are too
             small.
     """
-    _slots(observable(model, caches), length, reading)
+    slots_for(observable(model, caches), length, reading)
 
 
-def _slots(
+def slots_for(
     entries: Sequence[H2OKVCache], length: int, reading: Reading
 ) -> tuple[int, int, list[list[int]]]:
-    """Slots for the rows of a prompt of `length` tokens, of all KV heads and of each at least.
+    """Slots for the rows of a prompt, of all KV heads and of each at least.
 
     Slots of what the caches hold already are taken off; those of each layer's heads are the third
     result.
+
+    Args:
+        entries: The layers' caches.
+        length: The prompt's tokens.
+        reading: How it is read.
 
     Raises:
         ValueError: They are too few.
@@ -228,10 +233,16 @@ def _slots(
     return whole, least, parts
 
 
-def _make_room(
+def make_room(
     entries: Sequence[H2OKVCache], parts: Sequence[Sequence[int]], rows: int
 ) -> list[list[int]]:
-    """Make room for so many rows of each head, beside the parts of those from before; these."""
+    """Make room for a prompt; the rows of each head from before it.
+
+    Args:
+        entries: The layers' caches.
+        parts: Slots that each head keeps for rows from before, if there are any.
+        rows: Further slots of each head.
+    """
     for entry, of_heads in zip(entries, parts, strict=False):
         entry.resize(of_heads)
     older = [_lengths(entry) for entry in entries]
@@ -262,7 +273,7 @@ def _looks(model: nn.Module, entries: Sequence[H2OKVCache], length: int) -> list
     ]
 
 
-def _keep(
+def keep(
     entries: Sequence[H2OKVCache],
     looks: Sequence[SecondReading],
     older: Sequence[Sequence[int]],
@@ -362,7 +373,7 @@ def positions_of(layer: Layer) -> list[npt.NDArray[np.int32]]:
     return [of_run[:, i] for of_run in of_runs for i in range(of_run.shape[1])]
 
 
-def _planned(entry: H2OKVCache, length: int) -> Sequence[int]:
+def planned_slots(entry: H2OKVCache, length: int) -> Sequence[int]:
     """The slots that each head is to have after so many further tokens."""
     settings = entry.settings
     return (settings.grown(entry.offset + length) or settings).budgets or ()

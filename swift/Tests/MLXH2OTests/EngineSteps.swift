@@ -167,6 +167,30 @@ enum EngineSteps {
                 stream)
         }
     }
+
+    // MARK: a prompt that is read twice
+
+    /// The greatest weight that each row of a layer received, `[B, Hk, N]`.
+    static func worths(_ readings: EngineReadings, layer: Int) throws -> MLXArray {
+        try engineArray { mlx_h2o_second_reading_worths(&$0, readings.handle, layer, stream) }
+    }
+
+    /// How many rows each head keeps, of worths `[H, T]`.
+    static func sharedOut(_ worths: MLXArray, whole: Int, own: [Int]) throws -> [Int32] {
+        var counts = own.map { Int32($0) }
+        let own = counts
+        try checkEngine(mlx_h2o_shared_out(&counts, worths.ctx, Int32(whole), own, stream))
+        return counts
+    }
+
+    /// The values that a cache holds, `[B, Hk, N, Dv]`, in order of position, then zeros.
+    static func values(_ cache: Engine) throws -> MLXArray {
+        var (keys, values, positions) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
+        let status = mlx_h2o_cache_rows(&keys, &values, &positions, cache.handle, stream)
+        let found = [keys, values, positions].map { MLXArray($0) }
+        try checkEngine(status)
+        return found[1]
+    }
 }
 
 /// Rows in affine quantization, as the engine packs them.

@@ -14,6 +14,7 @@ enum GoldenReplay {
         case "accumulate": try accumulate(golden, inputs)
         case "selection": try selection(golden, inputs)
         case "trajectory", "framed", "turns", "filling", "returning": try trajectory(golden, inputs)
+        case "twice": try twice(golden, inputs)
         case "model": try model(golden, inputs)
         default: throw GoldenError("Unknown group \(golden.group).")
         }
@@ -187,21 +188,10 @@ enum GoldenReplay {
 
     /// - Parameter inputs: Centres and scales `[layers, Hk, D]` of group "framed".
     private static func trajectory(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
-        let budgets = integers(p["cache"]["budgets"]!)
-        let filling = (p["cache"]["filling"]?.array ?? []).map {
-            (beyond: $0.array![0].int!, budgets: integers($0.array![1]))
-        }
+        let (budgets, filling) = slots(p)
         let files = try files(p, layers: budgets.count)
         defer { files.map { try? FileManager.default.removeItem(at: $0.folder) } }
-        let caches = try budgets.enumerated().map { layer, budgets in
-            let parts = FrameArrays.names.compactMap { inputs[$0]?[layer] }
-            let frame = parts.isEmpty ? nil : FrameArrays(centre: parts[0], scale: parts[1])
-            return try cache(
-                p, budgets: budgets, frame: frame.map { try H2OFrame($0) },
-                filling: filling.map {
-                    Stage(beyond: $0.beyond, budgets: $0.budgets[layer])
-                }, file: files?.layers[layer])
-        }
+        let caches = try caches(p, inputs, files: files?.layers)
         let mostSlots = (budgets + filling.flatMap(\.budgets)).joined().max()!
         let calls = p["calls"].array!.flatMap { call in
             Array(repeating: call.array![0].int!, count: call.array![1].int!)
@@ -250,17 +240,38 @@ enum GoldenReplay {
         results["out"] = stacked(outs)
         results["kept"] = stacked(kept)
         if !scores.isEmpty { results["scores"] = stacked(scores) }
-        if caches[0].settings.remembers {
-            for (i, name) in H2ORemainder.names.enumerated() {
-                results["remainder.\(name)"] = stacked(
-                    try caches.map { try $0.evictedRemainder!.arrays[i] })
-            }
-        }
+        if caches[0].settings.remembers { results.merge(try remainders(caches)) { $1 } }
         if files != nil {
             for case let failure? in caches.map(\.spillFailure) { throw GoldenError(failure) }
             results["returned"] = MLXArray(caches.map { Int32($0.rowsReturned) })
         }
         return results
+    }
+
+    private typealias LaterSlots = (beyond: Int, budgets: [[Int]])
+
+    /// Slots of each layer and head, and those that follow.
+    private static func slots(_ p: GoldenCase) -> (budgets: [[Int]], filling: [LaterSlots]) {
+        let filling = (p["cache"]["filling"]?.array ?? []).map {
+            (beyond: $0.array![0].int!, budgets: integers($0.array![1]))
+        }
+        return (integers(p["cache"]["budgets"]!), filling)
+    }
+
+    /// - Parameter inputs: Centres and scales `[layers, Hk, D]`, or nothing.
+    private static func caches(
+        _ p: GoldenCase, _ inputs: Arrays, files: [SpilledLayer]? = nil
+    ) throws -> [H2OKVCache] {
+        let (budgets, filling) = slots(p)
+        return try budgets.enumerated().map { layer, budgets in
+            let parts = FrameArrays.names.compactMap { inputs[$0]?[layer] }
+            let frame = parts.isEmpty ? nil : FrameArrays(centre: parts[0], scale: parts[1])
+            return try cache(
+                p, budgets: budgets, frame: frame.map { try H2OFrame($0) },
+                filling: filling.map {
+                    Stage(beyond: $0.beyond, budgets: $0.budgets[layer])
+                }, file: files?[layer])
+        }
     }
 
     /// The parts of a case's caches in the file of their rows (group "returning"), and its folder.
@@ -327,6 +338,87 @@ enum GoldenReplay {
     }
 
     // MARK: 5
+
+    private static func twice(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
+        guard p.text("kind") == "reading" else {
+            let counts = try EngineSteps.sharedOut(
+                inputs["worths"]!, whole: p.int("whole"), own: p["own"].array!.map { $0.int! })
+            return ["counts": MLXArray(counts)]
+        }
+        let caches = try caches(p, inputs), B = p.int("batch"), heads = p.int("kv_heads")
+        let (prompt, chunk, request) = (p.int("prompt"), p.int("chunk"), p.int("request"))
+        let lengths = stride(from: 0, to: prompt, by: chunk).map { min(chunk, prompt - $0) }
+        let before = (p["calls"].array ?? []).flatMap { call in
+            Array(repeating: call.array![0].int!, count: call.array![1].int!)
+        }
+        let steps = Array(repeating: 1, count: p.int("steps"))
+        let again = lengths.map { $0 + request }
+        let T = (before + lengths + again + steps).reduce(0, +)
+        let streams = caches.indices.map { layer in
+            let shape = [B, heads, T]
+            return (
+                q: p.tensor(.q, [B, p.int("query_heads"), T, p.int("key_width")], layer: layer),
+                k: p.tensor(.k, shape + [p.int("key_width")], dtype: p.dtype, layer: layer),
+                v: p.tensor(.v, shape + [p.int("value_width")], dtype: p.dtype, layer: layer)
+            )
+        }
+        var first = 0
+        func attend(_ L: Int, _ layers: [any KVCache]) -> MLXArray {
+            let part = first ..< first + L
+            first += L
+            let outs = layers.indices.map { layer in
+                h2oAttention(
+                    queries: streams[layer].q[0..., 0..., part],
+                    keys: streams[layer].k[0..., 0..., part],
+                    values: streams[layer].v[0..., 0..., part], cache: layers[layer],
+                    scale: p.scale, mask: .causal, sinks: sinks(p, layer: layer))
+            }
+            eval(outs)
+            return stacked(outs)
+        }
+        for L in before { _ = attend(L, caches) }
+        let readings = try EngineReadings(
+            caches.map { $0.engine! }, length: prompt, room: p.int("room"))
+        for L in lengths { _ = attend(L, caches) }
+        var results = Arrays()
+        for L in again { results["again"] = attend(L, secondReadingCaches(of: caches, readings)) }
+        func alike(_ layers: [MLXArray]) -> MLXArray {
+            let most = layers.map { $0.dim(2) }.max()!
+            return stacked(
+                layers.map { rows in
+                    var missing = rows.shape
+                    missing[2] = most - rows.dim(2)
+                    return concatenated([rows, .zeros(missing, dtype: rows.dtype)], axis: 2)
+                })
+        }
+        results["worths"] = alike(
+            try caches.indices.map { try EngineSteps.worths(readings, layer: $0) })
+        try readings.finish()
+        results["budgets"] = stacked(
+            caches.map { MLXArray($0.engine!.plan.budgets.map { Int32($0) }) })
+        let most = caches.map(\.physicalLength).max()!
+        results["kept"] = stacked(caches.map { held($0, most) })
+        results["values"] = alike(try caches.map { try EngineSteps.values($0.engine!) })
+        if caches[0].settings.remembers {
+            results.merge(try remainders(caches)) { $1 }
+        }
+        if !steps.isEmpty {
+            results["out"] = concatenated(steps.map { attend($0, caches) }, axis: 3)
+        }
+        return results
+    }
+
+    /// Statistics of the evicted, `[layers, B, Hk, ...]`.
+    private static func remainders(_ caches: [H2OKVCache]) throws -> Arrays {
+        var results = Arrays()
+        for (i, name) in H2ORemainder.names.enumerated() {
+            results["remainder.\(name)"] = stacked(
+                try caches.map { try $0.evictedRemainder!.arrays[i] })
+        }
+        return results
+    }
+
+    // MARK: 6
 
     static let embeddedModel = checkout.appendingPathComponent("python/mlx_h2o/data/recall-4m")
 

@@ -11,7 +11,7 @@ import Testing
 
     @Test(arguments: [
         "attention", "quantized", "remainder", "accumulate", "selection", "trajectory", "framed",
-        "turns", "filling", "returning", "model",
+        "turns", "filling", "returning", "twice", "model",
     ])
     func replays(group: String) throws {
         let golden = try Golden.shipped.get()
@@ -40,7 +40,7 @@ import Testing
 
     @Test func groupsAreAllKnown() throws {
         let golden = try Golden.shipped.get()
-        #expect(Set(golden.cases.map(\.group)).count == 11)
+        #expect(Set(golden.cases.map(\.group)).count == 12)
     }
 
     /// Every kind of array of a case, changed by a little, is noticed.
