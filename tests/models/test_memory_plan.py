@@ -9,6 +9,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o import load, make_prompt_cache, resize
 from mlx_h2o.cli import main
+from mlx_h2o.compression.reading import read_prompt
 from mlx_h2o.models.memory_plan import MARGIN, OF_PHONE, PHONE, MemoryPlan
 from mlx_h2o.slots import reserved_range
 from tiny_models import tiny_model
@@ -83,6 +84,34 @@ def test_the_peak_is_told_before(model, store):
     assert plan.decoding == pytest.approx(mx.get_peak_memory() - before, rel=MARGIN)
     # Four layers of two heads, keys and values of 64, in 16 bits.
     assert plan.full_kv == 1500 * 4 * 2 * 2 * 64 * 2
+
+
+@pytest.mark.usefixtures("one_operation_at_a_time")
+@pytest.mark.parametrize("bits", [6, 16])
+def test_the_peak_of_a_prompt_that_is_read_twice_is_told_before(model, bits):
+    """All of its rows are there, and what a second reading computes."""
+    _, tokenizer = load("builtin:recall-4m")
+    store = {"max_size": 128, "bits": bits, "budgets": "uniform"}
+    once, twice = (
+        mlx_h2o.plan(model, prompt=1500, chunk=256, reading=how, **store)
+        for how in ("once", "twice")
+    )
+    cache, before, peaks = make_prompt_cache(model, **store), others(once), list[int]()
+
+    def note(done, of):
+        # MLX does not count slots that lie in reserved memory.
+        peaks.append(mx.get_peak_memory() + reserved_range.bytes_held() - before)
+
+    mx.reset_peak_memory()
+    assert read_prompt(model, tokenizer, [5] * 1500, cache, "twice", note) == (1484, 2)
+    assert twice.peak == pytest.approx(max(peaks), rel=MARGIN)
+    assert twice.peak - once.peak > 2 << 20
+    short = [mlx_h2o.plan(model, prompt=100, reading=how, **store) for how in ("once", "twice")]
+    assert short[0].peak == pytest.approx(short[1].peak, rel=MARGIN)
+    rolling = {"max_size": 128, "positions": "rolling", "remainder": False, "bits": 16}
+    assert mlx_h2o.plan(model, prompt=1500, reading="auto", **rolling).chunk == 1500
+    with pytest.raises(ValueError, match="omit positions"):
+        mlx_h2o.plan(model, prompt=1500, reading="twice", **rolling)
 
 
 @pytest.mark.parametrize("prompt", [100, 300, 3000])

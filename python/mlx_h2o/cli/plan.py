@@ -7,7 +7,13 @@ import json
 from typing import Any
 
 from mlx_h2o import _checks
-from mlx_h2o.cli.options import add_cache_options, add_model_option, cache_settings, load_model
+from mlx_h2o.cli.options import (
+    add_cache_options,
+    add_model_option,
+    add_reading_option,
+    cache_settings,
+    load_model,
+)
 from mlx_h2o.models.memory_plan import USUAL_CHUNK, planned_memory
 
 
@@ -30,6 +36,7 @@ def add_parser(commands: Any) -> None:
         help="tokens that are read at once (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the bytes as JSON")
+    add_reading_option(parser)
     add_cache_options(parser)
     parser.set_defaults(run=run)
 
@@ -40,5 +47,5 @@ def run(args: argparse.Namespace) -> None:
     prompt = _checks.whole("--prompt-tokens", args.prompt_tokens, 1, _checks.MOST_TOKENS)
     chunk = _checks.whole("--chunk", args.chunk, 1, _checks.MOST_TOKENS)
     model, _ = load_model(args)
-    plan = planned_memory(model, settings, prompt, min(chunk, prompt))
+    plan = planned_memory(model, settings, prompt, min(chunk, prompt), args.reading)
     print(json.dumps(plan.as_json()) if args.json else plan)

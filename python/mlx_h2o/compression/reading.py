@@ -15,7 +15,6 @@ from mlx_h2o.budgets.cost import bytes_by_stage
 from mlx_h2o.caches.conversation import bounded_members
 from mlx_h2o.compression.twice import (
     CHUNK,
-    REPEAT,
     Reading,
     query_thinning,
     read_twice,
@@ -33,6 +32,8 @@ SECONDS = 60.0
 #: Tokens at the end of a prompt that are read once: the question, and what an answer goes on from.
 #: Every head has room for them.
 NEWEST = 16
+#: Tokens of the request to repeat a text, with most tokenizers fewer.
+REQUEST = 16
 #: Bytes of the greatest weight that a row received.
 WORTH = 4
 #: The readings of "twice"; those of "auto" stop after SECONDS.
@@ -70,6 +71,24 @@ def exceeds_slots(cache: Sequence[Any], length: int) -> bool:
     return bool(budgets) and length > sum(budgets) / len(budgets)
 
 
+def is_read_twice(model: nn.Module, cache: Sequence[Any], length: int, how: Readings) -> bool:
+    """Whether so many new tokens are read twice; the arguments are those of `two_readings`.
+
+    Raises:
+        ValueError: "twice" where no second reading is possible.
+    """
+    longest = {"once": 0, "auto": LONGEST}.get(how, length)
+    if length > longest or not exceeds_slots(cache, length):
+        return False
+    try:
+        require_readable(model, cache, length, TWICE)
+    except ValueError:
+        if how == "twice":
+            raise
+        return False
+    return True
+
+
 def two_readings(
     model: nn.Module,
     tokenizer: Any,
@@ -95,15 +114,7 @@ def two_readings(
         ValueError: "twice" where no second reading is possible.
     """
     length = len(tokens)
-    if how == "once" or not exceeds_slots(cache, length):
-        return None
-    if how == "auto" and length > LONGEST:
-        return None
-    try:
-        require_readable(model, cache, length, TWICE)
-    except ValueError:
-        if how == "twice":
-            raise
+    if not is_read_twice(model, cache, length, how):
         return None
     reading = replace(TWICE, chunk=chunk, seconds=SECONDS if how == "auto" else None)
     ids = mx.array([list(tokens)])
@@ -111,12 +122,7 @@ def two_readings(
 
 
 def most_of_two_readings(
-    model: nn.Module,
-    tokenizer: Any,
-    cache: Sequence[Any],
-    length: int,
-    begun: bool,
-    chunk: int = CHUNK,
+    model: nn.Module, cache: Sequence[Any], length: int, begun: bool, chunk: int = CHUNK
 ) -> int:
     """The most bytes, between two chunks, of bounded caches while new tokens are read twice.
 
@@ -125,14 +131,13 @@ def most_of_two_readings(
 
     Args:
         model: The model.
-        tokenizer: Its tokenizer.
         cache: Empty caches, which know their shares.
         length: The new tokens.
         begun: Whether the caches will hold tokens from before.
         chunk: Tokens that go through the model at once.
     """
     group, every = query_thinning(model, length)
-    seen = min(chunk, length) + len(tokenizer.encode(REPEAT, add_special_tokens=False))
+    seen = min(chunk, length) + REQUEST
     queries = -(-length // chunk) * -(-seen // every) * group
     most = 0
     for entry in bounded_members(cache):

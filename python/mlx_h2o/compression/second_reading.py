@@ -104,18 +104,36 @@ class SecondReading(Looking):
                 softcap=own.softcap,
             )
             outs.append(out)
-            # Every query attends to all of the layer's rows, so these need no mask.
-            B, N = lse.shape[0], self.worths[i].shape[2]
-            queries = (own.q.astype(mx.float32) * own.scale).reshape(
-                B, run.heads, -1, own.q.shape[3]
-            )
-            stored = dense(rows[0])[:, :, :N].astype(mx.float32).swapaxes(-1, -2)
-            above = softcapped(queries @ stored, own.softcap) - lse.reshape(B, run.heads, -1, 1)
-            self.worths[i] = mx.maximum(self.worths[i], mx.exp(above.max(axis=2)))
+            keys = dense(rows[0])[:, :, : self.worths[i].shape[2]]
+            self.worths[i] = mx.maximum(self.worths[i], greatest_weights(own, keys, lse))
         tied: mx.array = mx.depends(
             outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1), self.state
         )
         return tied
+
+
+def greatest_weights(call: AttentionCall, keys: mx.array, lse: mx.array) -> mx.array:
+    """The greatest weight that each row received from any query, `[B, Hk, N]`.
+
+    Every query attends to all of the rows, so they need no mask. One KV head comes after the other:
+    the logits of all of them would take more memory than the rows.
+
+    Args:
+        call: Queries `[B, Hq, L, D]`.
+        keys: Keys of the rows, `[B, Hk, N, D]`.
+        lse: The logarithm of each query's sum of exponentials, `[B, Hq, L]`.
+    """
+    B, heads, _, D = keys.shape
+    queries = (call.q.astype(mx.float32) * call.scale).reshape(B, heads, -1, D)
+    sums = lse.reshape(B, heads, -1, 1)
+    greatest = [
+        (
+            softcapped(queries[:, i] @ keys[:, i].astype(mx.float32).swapaxes(-1, -2), call.softcap)
+            - sums[:, i]
+        ).max(axis=1)
+        for i in range(heads)
+    ]
+    return mx.exp(mx.stack(greatest, axis=1))
 
 
 def looking_caches(caches: Sequence[Any], looks: Sequence[Looking]) -> list[Any]:

@@ -42,8 +42,8 @@ RIDGE = 1e-5
 #: The most queries by which a KV head is fitted, those of its query heads together. All layers'
 #: wait in memory until rows were chosen; three times as many diverge hardly less.
 MOST_QUERIES = 1024
-#: Queries whose weights over all rows are computed at once.
-BLOCK = 512
+#: Queries whose weights over all rows are computed at once: these take less memory than the rows.
+BLOCK = 128
 
 #: Numbers of a head's rows, `[B, N]`.
 Rows = npt.NDArray[np.float32]

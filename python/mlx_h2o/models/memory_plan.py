@@ -25,6 +25,14 @@ from mlx_h2o.budgets.plan import plain_bytes
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache, past_training_text
 from mlx_h2o.caches.conversation import bounded_members
+from mlx_h2o.compression.reading import (
+    NEWEST,
+    REQUEST,
+    Readings,
+    is_read_twice,
+    most_of_two_readings,
+)
+from mlx_h2o.compression.twice import CHUNK, query_thinning
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.loaded import logits_of
@@ -99,6 +107,7 @@ def plan(
     *,
     prompt: int,
     chunk: int = USUAL_CHUNK,
+    reading: Readings = "once",
     **settings: Any,
 ) -> MemoryPlan:
     """The memory of a conversation of one sequence, before its prompt is read.
@@ -109,6 +118,8 @@ def plan(
         max_bytes: Bytes of the KV memory, as in `make_prompt_cache`.
         prompt: Tokens of the prompt.
         chunk: Tokens that are read at once; mlx-lm calls it `prefill_step_size`.
+        reading: "twice" or "auto": a prompt that exceeds the slots is read twice, in chunks of
+            its own size, as `--reading` does.
         settings: The other settings of `make_prompt_cache`, such as `max_size` or `bits`.
 
     Raises:
@@ -116,11 +127,12 @@ def plan(
     """
     prompt = _checks.whole("prompt", prompt, 1, _checks.MOST_TOKENS)
     chunk = min(_checks.whole("chunk", chunk, 1, _checks.MOST_TOKENS), prompt)
-    return planned_memory(model, ModelSettings.of(max_bytes=max_bytes, **settings), prompt, chunk)
+    of_caches = ModelSettings.of(max_bytes=max_bytes, **settings)
+    return planned_memory(model, of_caches, prompt, chunk, reading)
 
 
 def planned_memory(
-    model: nn.Module, settings: ModelSettings, prompt: int, chunk: int
+    model: nn.Module, settings: ModelSettings, prompt: int, chunk: int, reading: Readings = "once"
 ) -> MemoryPlan:
     """The same as `plan`, with `ModelSettings`.
 
@@ -129,18 +141,24 @@ def planned_memory(
         settings: Settings of the model's caches, with a size.
         prompt: Tokens of the prompt.
         chunk: Tokens that are read at once.
+        reading: How often, as in `plan`.
+
+    Raises:
+        ValueError: This prompt cannot be read twice.
     """
     mx.eval(model.parameters())
     weights = sum(weight.nbytes for _, weight in flattened(model))
     caches = bounded_caches(model, settings)
     bounded = bounded_members(caches)
+    is_twice = is_read_twice(model, caches, prompt - NEWEST, reading)
+    chunk = CHUNK if is_twice else chunk
     kv = sum(kv_bytes(entry, prompt) for entry in bounded)
     others = [entry for _, entry in entries(caches) if not isinstance(entry, BoundedKVCache)]
     spans = [_most_rows(entry, prompt, chunk) for entry in others]
     # States of fixed size are not attended to.
     attended = [entry for entry in others if hasattr(entry, "keys")]
     pairs = max((_most_pairs(entry, prompt, chunk) for entry in attended), default=0)
-    reading, one, read, used = _beside(model, settings, chunk, pairs)
+    whole, one, read, used = _beside(model, settings, chunk, pairs)
     grown = sum(_grown(entry, most, read) for entry, most in zip(used, spans, strict=True))
     notes = [f"{len(others)} {OWN}"] if others else []
     trained = trained_context(model, 0)
@@ -148,9 +166,14 @@ def planned_memory(
         notes.append(past_training_text(prompt, trained))
     active = weights + kv + grown
     full = sum(map(plain_bytes, layer_kinds(model))) * prompt + grown
-    return MemoryPlan(
-        weights, kv + grown, full, active + kv + reading, active + one, prompt, chunk, tuple(notes)
-    )
+    peak = active + kv + whole
+    if is_twice:
+        most = most_of_two_readings(model, caches, prompt - NEWEST, begun=False)
+        group, _ = query_thinning(model, prompt)
+        # The logits of one KV head's queries of a chunk, of which two are there at once.
+        logits = 2 * group * (CHUNK + REQUEST) * prompt * mx.float32.size
+        peak = max(peak, active - kv + most + whole + logits)
+    return MemoryPlan(weights, kv + grown, full, peak, active + one, prompt, chunk, tuple(notes))
 
 
 def flattened(model: nn.Module) -> list[tuple[str, mx.array]]:

@@ -77,8 +77,8 @@ def most_while_read(one: Answer, prefix: int) -> int:
     chunk = min(CHUNK, served.chunk)
     begun = prefix > 0 or len(lengths) > 1
     others = plan.need - most_of_bounded(bounded_members(plan.empty))
-    of_model = served.model, served.tokenizer, plan.empty
-    return max(plan.need, others + most_of_two_readings(*of_model, max(long), begun, chunk))
+    most = most_of_two_readings(served.model, plan.empty, max(long), begun, chunk)
+    return max(plan.need, others + most)
 
 
 def begin(one: Answer) -> TwoReadings | None:
