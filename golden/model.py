@@ -12,7 +12,10 @@ import numpy as np
 from golden.group import Arrays, Parameters, parameters_of, policy_of
 from golden.margins import watching
 from golden.trajectory import field_by_position
+from golden.twice import watching_shares
 from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.compression.reading import NEWEST, two_readings
+from mlx_h2o.compression.twice import REPEAT
 from mlx_h2o.hosts import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.models.make import make_prompt_cache
@@ -56,6 +59,22 @@ def cases() -> Iterator[tuple[str, Parameters]]:
                     "slots": shared_out(policy, budgets),
                 },
             )
+    policy = make_policy("salient")
+    yield (
+        "salient-twice",
+        {
+            "seed": seed + 16,
+            "model": EMBEDDED_MODEL,
+            "dtype": "float32",
+            "prompt_tokens": 200,
+            "prefill": 128,
+            "tokens": 64,
+            "reading": "twice",
+            "policy": parameters_of(policy),
+            "remainder": True,
+            "slots": [[64, 64]] * 4,
+        },
+    )
 
 
 def shared_out(policy: Policy, budgets: str) -> list[list[int]]:
@@ -74,11 +93,15 @@ def embedded() -> tuple[Any, Any]:
 
 
 def inputs(parameters: Parameters) -> Arrays:
-    """The prompt: tokens of the sample text from number 7 * seed on."""
-    p = parameters
-    tokens = embedded()[1].encode(SAMPLE_TEXT.read_text(encoding="utf-8"))
+    """The prompt: tokens of the sample text from number 7 * seed on; the request to repeat it."""
+    p, tokenizer = parameters, embedded()[1]
+    tokens = tokenizer.encode(SAMPLE_TEXT.read_text(encoding="utf-8"))
     first = 7 * p["seed"]
-    return {"prompt": mx.array(tokens[first : first + p["prompt_tokens"]], dtype=mx.int32)}
+    prompt = mx.array(tokens[first : first + p["prompt_tokens"]], dtype=mx.int32)
+    if "reading" not in p:
+        return {"prompt": prompt}
+    request = tokenizer.encode(REPEAT, add_special_tokens=False)
+    return {"prompt": prompt, "request": mx.array(request, mx.int32)}
 
 
 def run(parameters: Parameters, inputs: Arrays) -> Arrays:
@@ -86,7 +109,7 @@ def run(parameters: Parameters, inputs: Arrays) -> Arrays:
 
 
 def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
-    with watching() as margins:
+    with watching() as margins, watching_shares(margins):
         results, gap = continued(parameters, inputs["prompt"])
     return results, min(margins) if gap >= LEAST_LOGIT_GAP else 0.0
 
@@ -98,22 +121,29 @@ def continued(p: Parameters, prompt: mx.array) -> tuple[Arrays, float]:
         H2OKVCache(budgets=slots, policy=policy_of(p["policy"]), remainder=p["remainder"])
         for slots in p["slots"]
     ]
-    logits = mx.zeros(0)
-    for first in range(0, prompt.size, p["prefill"]):
+    logits, begun = mx.zeros(0), 0
+    if "reading" in p:
+        begun = prompt.size - NEWEST
+        tokens = np.array(prompt[:begun]).tolist()
+        readings = two_readings(model, embedded()[1], tokens, caches, p["reading"], p["prefill"])
+        assert readings is not None
+        while readings.step():
+            pass
+    for first in range(begun, prompt.size, p["prefill"]):
         logits = model(prompt[None, first : first + p["prefill"]], cache=caches)[0, -1]
         mx.eval(logits)
     after_prompt = positions_of(caches)
-    tokens, gap = [], float("inf")
+    said, gap = list[int](), float("inf")
     while True:
         best = np.sort(np.array(logits))[-2:]
         gap = min(gap, float(best[1] - best[0]))
-        tokens.append(int(np.argmax(np.array(logits))))
-        if len(tokens) == p["tokens"]:
+        said.append(int(np.argmax(np.array(logits))))
+        if len(said) == p["tokens"]:
             break
-        logits = model(mx.array([[tokens[-1]]]), cache=caches)[0, -1]
+        logits = model(mx.array([[said[-1]]]), cache=caches)[0, -1]
     return (
         {
-            "tokens": mx.array(tokens, dtype=mx.int32),
+            "tokens": mx.array(said, dtype=mx.int32),
             "kept.prompt": after_prompt,
             "kept": positions_of(caches),
             "logits": logits,

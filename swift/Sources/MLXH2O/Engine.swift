@@ -9,7 +9,7 @@ import MLX
 ///
 /// Shapes: B batch, Hq query heads, Hk KV heads, L new tokens, D and Dv the widths of keys and values.
 final class Engine {
-    let handle: mlx_h2o_cache
+    private(set) var handle: mlx_h2o_cache
     /// Whether the policy accumulates scores.
     let accumulates: Bool
     private var lastStream: StreamOrDevice?
@@ -171,19 +171,25 @@ final class Engine {
     /// A cache that holds what was saved.
     ///
     /// - Throws: ``H2OError/file(_:)`` for anything that no cache can have saved.
-    init(_ saved: Saved, policy: any H2OPolicy) throws {
+    convenience init(_ saved: Saved, policy: any H2OPolicy) throws {
+        self.init(mlx_h2o_cache_new(), accumulates: policy.needsAttention)
+        try hold(saved, policy: policy)
+    }
+
+    /// Hold what was saved, in the place of all that this holds.
+    ///
+    /// - Throws: ``H2OError/file(_:)`` for anything that no cache can have saved; nothing is changed then.
+    func hold(_ saved: Saved, policy: any H2OPolicy) throws {
         _ = installedEvaluator
         // The settings hold all of the library's.
         let own = policy is H2OPolicies.Own ? try EnginePolicy(policy) : nil
         let stream = StreamOrDevice.default
-        var made = mlx_h2o_cache_new()
         let map = engineMap(of: saved.arrays)
         defer { mlx_map_string_to_array_free(map) }
         try withExtendedLifetime((own, stream)) {
             try checkEngine(
                 mlx_h2o_cache_restore(
-                    &made, own?.handle ?? mlx_h2o_policy_new(), map, saved.settings, stream.ctx))
+                    &handle, own?.handle ?? mlx_h2o_policy_new(), map, saved.settings, stream.ctx))
         }
-        (handle, accumulates) = (made, policy.needsAttention)
     }
 }

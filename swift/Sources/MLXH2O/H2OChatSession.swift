@@ -18,6 +18,8 @@ import MLXLMCommon
 public final class H2OChatSession: Sendable {
     private let container: ModelContainer
     private let configuration: H2OConfiguration
+    private let reading: H2OReading
+    private let readingProgress: @Sendable (Int, Int) -> Void
     private let instructions: String?
     private let parameters: GenerateParameters
     private let processing: UserInput.Processing
@@ -29,6 +31,10 @@ public final class H2OChatSession: Sendable {
     /// - Parameters:
     ///   - container: The model.
     ///   - configuration: How its caches are bounded.
+    ///   - reading: How what is new in a turn is read where it is longer than the memory, a document say; turns
+    ///     with images or videos are read once.
+    ///   - readingProgress: Called while it is read twice, with the tokens done, of which there are two for
+    ///     each, and all of them.
     ///   - instructions: What the model is told first.
     ///   - history: What was said after them, read with the first turn.
     ///   - caches: Caches that have read the beginning of the conversation, in the place of
@@ -42,6 +48,8 @@ public final class H2OChatSession: Sendable {
     ///     ``streamDetails(to:)``, and the app answers with ``respond(to:)``.
     public init(
         _ container: ModelContainer, h2o configuration: H2OConfiguration = .default,
+        reading: H2OReading = .once,
+        readingProgress: @escaping @Sendable (_ done: Int, _ all: Int) -> Void = { _, _ in },
         instructions: String? = nil, history: consuming [Chat.Message] = [],
         caches: sending [any KVCache] = [], tokens: [Int] = [],
         parameters: GenerateParameters = GenerateParameters(),
@@ -52,6 +60,7 @@ public final class H2OChatSession: Sendable {
         var parameters = parameters
         parameters.maxKVSize = nil  // mlx-swift-lm's main refuses it with caches handed in
         (self.container, self.configuration) = (container, configuration)
+        (self.reading, self.readingProgress) = (reading, readingProgress)
         (self.instructions, self.parameters) = (instructions, parameters)
         (self.processing, self.additionalContext) = (processing, additionalContext)
         (self.tools, self.toolDispatch) = (tools, toolDispatch)
@@ -227,7 +236,9 @@ extension H2OChatSession {
             memory.lacksTokens = false
         }
         let input = try await newInput(messages, context)
-        let read = memory.tokens + input.text.tokens.flattened().asArray(Int.self)
+        let known = memory.tokens, new = input.text.tokens.flattened().asArray(Int.self)
+        let bounded = placedMembers(of: caches).lazy.compactMap { $0.cache as? H2OKVCache }.first
+        let offset = bounded?.offset ?? 0
         memory.drop()  // for where reading fails half-way
         let reply = ReplyTokens()
         var calls: [ToolCall] = [], isStop = false
@@ -235,7 +246,8 @@ extension H2OChatSession {
         func generate(_ failure: ErrorBox) async throws {
             let iterator = RecordingIterator(
                 iterator: try TokenIterator(
-                    input: input, model: context.model, cache: caches, parameters: parameters),
+                    input: try readTwice(input, new, context, caches), model: context.model,
+                    cache: caches, parameters: parameters),
                 reply: reply, failure: failure)
             let (stream, task) = generateTask(
                 promptTokenCount: input.text.tokens.size, modelConfiguration: context.configuration,
@@ -254,14 +266,35 @@ extension H2OChatSession {
         }
         do {
             try await withError(generate)
+        } catch is CancellationError {
+            // What was read of a document stays, and the rest is read with the next turn.
+            let count = (bounded?.offset ?? offset) - offset
+            memory.adopt(
+                caches, known + new.prefix(count), pending: Array(new.dropFirst(count)))
+            throw CancellationError()
         } catch {
             if let failure = caches.lazy.compactMap({ ($0 as? H2OKVCache)?.failure }).first {
                 throw failure
             }
             throw error is MLXError ? H2OError.internal(error.localizedDescription) : error
         }
-        memory.adopt(caches, read + reply.tokens, isStop: isStop)
+        memory.adopt(caches, known + new + reply.tokens, isStop: isStop)
         return calls
+    }
+
+    /// Read the beginning of a turn twice, if that is worth while.
+    ///
+    /// - Returns: What is still to be read.
+    private func readTwice(
+        _ input: LMInput, _ tokens: [Int], _ context: ModelContext, _ caches: [any KVCache]
+    ) throws -> LMInput {
+        guard input.image == nil, input.video == nil, input.audio == nil else { return input }
+        let request = context.tokenizer.encode(text: H2OReading.request, addSpecialTokens: false)
+        let done = try reading.read(
+            tokens, by: context.model, into: caches, request: request,
+            chunk: parameters.prefillStepSize, progress: readingProgress
+        ).tokens
+        return done == 0 ? input : LMInput(text: input.text[.ellipsis, done...])
     }
 
     /// Caches for a conversation that begins.

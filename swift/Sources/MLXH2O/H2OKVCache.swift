@@ -27,6 +27,10 @@ public final class H2OKVCache: AttendingKVCache {
     private var isSpilled = false
     /// Why its rows no longer go into that file, where the engine's cache was replaced by one without.
     private var leftFile: String?
+    /// Whether a prompt is read twice: meanwhile it has room for all of it, whatever the pressure.
+    var isReadTwice = false {
+        didSet { snapshot = nil }
+    }
     /// What ``metaState`` was read of, until the cache changes.
     fileprivate var snapshot: Engine.Saved?
     /// What went wrong last where mlx-swift-lm lets nothing be thrown (``trim(_:)``, a step, a copy, a
@@ -157,6 +161,13 @@ public final class H2OKVCache: AttendingKVCache {
         return self.engine!
     }
 
+    /// The engine for a prompt that is read twice.
+    func readyToRead() throws -> Engine {
+        guard unnamed == nil, let engine else { throw Self.lacksState }
+        try follow(to: offset)  // and know the slots without pressure
+        return engine
+    }
+
     private static let lacksState = H2OError.state(
         "The state of this cache was set without its metaState, or it is a copy that failed.")
 
@@ -178,7 +189,8 @@ public final class H2OKVCache: AttendingKVCache {
             uniqueKeysWithValues: saved.arrays.map { name, array in
                 (name, array.dtype == .uint32 ? array : given.packing.cast(name, array, types))
             })
-        use(try Engine(Engine.Saved(arrays: cast, settings: saved.settings), policy: policy))
+        try engine!.hold(Engine.Saved(arrays: cast, settings: saved.settings), policy: policy)
+        if !usesKernels { engine!.useKernels(false) }
         leaveFile("the model's rows are of another dtype now")
     }
 
@@ -190,7 +202,7 @@ public final class H2OKVCache: AttendingKVCache {
     /// Obey a lowered fraction of the slots, if there is one, before a step that makes the conversation
     /// one of so many tokens.
     private func follow(to tokens: Int) throws {
-        guard let engine else { return }
+        guard let engine, !isReadTwice else { return }
         let lowered = pressure.lowered(
             engine.plan, at: offset,
             fewest: given.fewestSlots(pinned: engine.pins.reduce(0) { $0 + $1.count }))

@@ -418,7 +418,7 @@ struct Letters: Tokenizer {
     }
 
     func encode(text: String, addSpecialTokens: Bool = false) -> [Int] {
-        text.lowercased().map { 2 + Self.letters.firstIndex(of: $0)! }
+        text.lowercased().compactMap { Self.letters.firstIndex(of: $0).map { $0 + 2 } }
     }
 
     func convertTokenToId(_ token: String) -> Int? { nil }

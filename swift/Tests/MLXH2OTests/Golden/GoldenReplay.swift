@@ -440,8 +440,14 @@ enum GoldenReplay {
             let most = caches.map(\.physicalLength).max()!
             return stacked(caches.map { held($0, most) })
         }
-        var logits = MLXArray(Float(0))
-        for first in stride(from: 0, to: prompt.size, by: p.int("prefill")) {
+        var logits = MLXArray(Float(0)), begun = 0
+        if let reading = H2OReading(rawValue: p.text("reading")) {
+            let tokens = [prompt, inputs["request"]!].map { $0.asArray(Int32.self).map(Int.init) }
+            begun = try reading.read(
+                tokens[0], by: model, into: caches, request: tokens[1], chunk: p.int("prefill")
+            ).tokens
+        }
+        for first in stride(from: begun, to: prompt.size, by: p.int("prefill")) {
             logits = next(prompt[first ..< min(first + p.int("prefill"), prompt.size)])
             eval(logits)
         }
