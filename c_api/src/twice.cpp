@@ -200,6 +200,12 @@ TwoReadings::TwoReadings(const std::vector<Core*>& caches, int length, int room)
         "The caches of one conversation have read as many tokens; one has read " +
             std::to_string(cache->offset()) + " and another " + std::to_string(offset) + ".",
         Blame::state);
+    check(
+        !offset || !cache->layer_with_tokens().spill,
+        "Evicted rows come back from the file of rows meanwhile: of a conversation with one only "
+        "the "
+        "first prompt can be read twice.",
+        Blame::settings);
     pinned = std::max(pinned, pinned_from(settings.pins, settings.policy.sink));
     smallest = std::max(smallest, settings.policy.least_budget(pinned) + kFewestChoices);
     heads += cache->heads();

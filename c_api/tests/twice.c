@@ -194,6 +194,37 @@ static void abandoned(void) {
       }
 }
 
+// With a file values are as they came, and later prompts are read once: rows come back meanwhile.
+static void with_a_file(const char* folder) {
+  const Settings settings = usual();
+  mlx_h2o_cache caches[LAYERS];
+  int before[LAYERS * Hk], after[LAYERS * Hk];
+  make(caches, &settings);
+  const int bound = slots_of(caches, before);
+  mlx_h2o_spill spill = mlx_h2o_spill_new();
+  expect(!mlx_h2o_spill_make(&spill, folder, LAYERS, NULL), "a file");
+  for (int l = 0; l < LAYERS; ++l)
+    expect(!mlx_h2o_cache_spill_to(caches[l], spill, (size_t)l, NULL, 0), "its layers");
+  mlx_h2o_two_readings readings = begun(caches);
+  read(caches, PROMPT, 1);
+  read_again(readings, LAYERS);
+  mlx_vector_array state = mlx_vector_array_new();
+  expect(!mlx_h2o_second_reading_state(&state, readings), "its arrays");
+  expect(mlx_vector_array_size(state) == LAYERS, "worths and no queries");
+  expect(!mlx_h2o_two_readings_finish(readings, s), "finish with a file");
+  expect(slots_of(caches, after) <= bound, "within the bound");
+  refused(
+      mlx_h2o_two_readings_begin(&readings, caches, LAYERS, PROMPT, ROOM, s),
+      MLX_H2O_ERROR_SETTINGS, "a later prompt");
+  go_on(caches, after, "with a file");
+  const char* failure = NULL;
+  expect(!mlx_h2o_spill_failure(&failure, spill) && !*failure, "the file goes on");
+  mlx_vector_array_free(state);
+  mlx_h2o_two_readings_free(readings);
+  release(caches);
+  mlx_h2o_spill_free(spill);
+}
+
 // What no model gives is no number to sort by: nothing breaks.
 static void numbers_that_are_none(void) {
   const Settings settings = usual();
@@ -336,10 +367,12 @@ static void shares(void) {
   mlx_array_free(worths);
 }
 
-int main(void) {
+int main(int argc, char** argv) {
+  if (argc != 2) return fprintf(stderr, "twice FOLDER\n"), 2;
   s = mlx_default_cpu_stream_new();
   both_readings();
   abandoned();
+  with_a_file(argv[1]);
   numbers_that_are_none();
   refuse_beginnings();
   refuse_steps();

@@ -424,9 +424,9 @@ def test_copies_and_other_slots(engine: Path) -> None:
 
 
 @over_both
-def test_prompts_that_are_read_twice(engine: Path) -> None:
+def test_prompts_that_are_read_twice(engine: Path, tmp_path: Path) -> None:
     """Within the bound after both readings or a part of them; wrong arguments change nothing."""
-    succeed(engine / "tests" / "twice")
+    succeed(engine / "tests" / "twice", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import MLXLMCommon
 /// all rows of the prompt are held, packed as ``H2OConfiguration/packing`` says, beside the bound.
 ///
 /// It needs a model that attends through this library, with ``H2OConfiguration/Positions/absolute``
-/// positions and without ``H2OPacking/recentBits``.
+/// positions and without ``H2OPacking/recentBits``. Of a conversation with a file of rows (``H2OSpill``) only
+/// the first prompt can be read so.
 public enum H2OReading: String, Sendable, CaseIterable {
     /// Once.
     case once
