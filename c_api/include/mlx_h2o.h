@@ -511,7 +511,8 @@ MLX_H2O_API int mlx_h2o_cache_remainder(
 //
 // The caches are those of one conversation, must outlive this, and are used by one thread at a
 // time. They attend (options.attending), with absolute positions, without recent_bits, and each
-// head by itself (not the policy's unit "layer").
+// head by itself (not the policy's unit "layer"). Of a conversation with a file of rows only the
+// first prompt can be read so, and no values are fitted.
 typedef struct mlx_h2o_two_readings_ {
   void* ctx;
 } mlx_h2o_two_readings;
