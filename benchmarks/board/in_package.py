@@ -18,6 +18,7 @@ from benchmarks.board.rivals import OURS, Read, Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.compression.compress import compress_into
+from mlx_h2o.compression.reading import read_prompt
 from mlx_h2o.compression.twice import Reading as TwoReadings
 from mlx_h2o.evaluate.methods import (
     FULL,
@@ -80,6 +81,12 @@ def rivals() -> list[Rival]:
     ]
     return [
         Rival(OURS, "", "the default: bits, slots and remainder by the profile", _through(ours)),
+        Rival(
+            f"{OURS}, read twice",
+            "",
+            '`reading="twice"`: the same bytes, but for the prompt\'s packed rows while it is read',
+            _read_twice,
+        ),
         Rival(
             f"{OURS} compress",
             "",
@@ -152,6 +159,16 @@ def written(cache: list[Any]) -> list[Any]:
     way = next(entry.spill for entry in cache if entry.spill is not None)
     way.conversation.file.flush()
     return cache
+
+
+def _read_twice(reader: Reader, task: Task, share: float) -> Reading:
+    def after(reader: Reader, part: Task) -> list[Any]:
+        ours, (prompt,) = Method(OURS, DEFAULT_POLICY, tokens=_size(part, share)), part.prompts
+        cache = ours.make(reader.model, part.context)
+        count, _ = read_prompt(reader.model, reader.tokenizer, prompt, cache, "twice")
+        return having_read(reader, cache, replace(part, prompts=[prompt[count:]]))
+
+    return reading_of(reader, task, after, one_by_one=True)
 
 
 def _compressed(method: Method, fitted: bool) -> Read:
