@@ -16,6 +16,7 @@ from mlx_h2o.evaluate.plotting import drawing
 #: The rivals that are named on their lines; the others are grey.
 NAMED = {
     OURS: "black",
+    "mlx-h2o, read twice": "#1b9e9e",
     "mlx-h2o compress": "#2a7f62",
     "mlx-h2o, rows come back": "#55a868",
     "kvpress KVzip": "#8172b3",

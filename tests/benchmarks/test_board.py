@@ -581,7 +581,7 @@ def test_the_command_measures_draws_and_goes_on(
     (kept,) = (tmp_path / "kept" / "quick").iterdir()
     cells = [json.loads(line)["cell"] for line in kept.read_text().splitlines()[1:]]
     assert {rival for _, _, rival, _ in cells} == {
-        FULL, OURS, "mlx-h2o compress", RETURNING, "mlx-lm, sliding window", "mlx-lm, 8 bits",
+        FULL, OURS, "mlx-h2o, read twice", "mlx-h2o compress", RETURNING, "mlx-lm, sliding window", "mlx-lm, 8 bits",
     }  # fmt: skip
     assert (
         "mlx-h2o compress" in (tmp_path / "board.svg").read_text()
@@ -602,6 +602,6 @@ def test_the_command_measures_draws_and_goes_on(
     assert "several speakers" not in of_texts
     # Out of time at once: nothing is measured, which is said.
     assert command.main([*options, "--minutes", "-1"]) == 0
-    assert "29 cells were not measured in the time given." in capsys.readouterr().out
+    assert "35 cells were not measured in the time given." in capsys.readouterr().out
     assert command.main([*options, "--resume", "--seed", "1"]) == 1
     assert "other settings" in capsys.readouterr().err
