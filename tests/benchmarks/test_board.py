@@ -581,7 +581,8 @@ def test_the_command_measures_draws_and_goes_on(
     (kept,) = (tmp_path / "kept" / "quick").iterdir()
     cells = [json.loads(line)["cell"] for line in kept.read_text().splitlines()[1:]]
     assert {rival for _, _, rival, _ in cells} == {
-        FULL, OURS, "mlx-h2o, read twice", "mlx-h2o compress", RETURNING, "mlx-lm, sliding window", "mlx-lm, 8 bits",
+        FULL, OURS, "mlx-h2o, read twice", "mlx-h2o compress", RETURNING,
+        "mlx-lm, sliding window", "mlx-lm, 8 bits",
     }  # fmt: skip
     assert (
         "mlx-h2o compress" in (tmp_path / "board.svg").read_text()
