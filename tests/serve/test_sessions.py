@@ -218,21 +218,27 @@ def trimming(messages: list[dict[str, Any]]) -> str:
     return "".join(f"[{m['role']}] {m['content'].strip()}\n" for m in messages) + "[assistant]"
 
 
+def keeping(messages: list[dict[str, Any]]) -> str:
+    return "".join(f"[{m['role']}]{m['content']}\n" for m in messages) + "[assistant]"
+
+
 def thoughtless(messages: list[dict[str, Any]]) -> str:
     parts = (f"[{m['role']}]{m['content'].split('</think>')[-1]}\n" for m in messages)
     return "".join(parts) + "[assistant]<think>\n"
 
 
+@pytest.mark.parametrize("template", [trimming, keeping])
 @pytest.mark.parametrize(
-    "answer", [" Paris.", " Paris \n", "", "Paris 🙂", "[user]", " a [user] b"]
+    "answer", [" Paris.", "  Paris", " Paris \n", "", "Paris 🙂", "[user]", " a [user] b"]
 )
-def test_templates_that_strip_an_answer_are_gone_on_with(tokenizer, answer):
-    first = turn(tokenizer, trimming, words(0, 9))
+def test_spaces_around_an_answer_do_not_hide_it(tokenizer, template, answer):
+    """Its client gets it without the first one, and a template strips it or not."""
+    first = turn(tokenizer, template, words(0, 9))
     # As sampled: not as it would be tokenized.
     sampled = [token for c in answer for token in tokenizer.encode(c)]
     given = answer_to(first, sampled)
     texts = first.continuations(given, ends=False)
-    following = turn(tokenizer, trimming, words(0, 9), given.content, "And then?")
+    following = turn(tokenizer, template, words(0, 9), given.content, "And then?")
     text, count = max(one for one in texts if following.text.startswith(one[0]))
     assert count == len(sampled)
     spelled = following.spelled_from(len(text), [*first.tokens, *sampled])

@@ -166,7 +166,8 @@ class Prompt:
         if rendering is None:
             return []
         whole, first = rendering
-        parts = (shown, shown.lstrip(), shown.rstrip(), shown.strip())
+        # Clients get an answer without the space before it, which may be one of several.
+        parts = (shown, shown.removeprefix(" "), shown.lstrip(), shown.rstrip(), shown.strip())
         part = next((part for part in parts if whole.startswith(part, first)), None)
         if part is None:
             return []
