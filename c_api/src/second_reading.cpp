@@ -4,6 +4,27 @@
 
 namespace mlx_h2o {
 
+namespace {
+
+// The greatest weight that each row received from any query, [B, Hk, N]: keys of the rows
+// [B, Hk, N, D], each query's lse [B, Hq, L]. Every query attends to all of the rows, so they need
+// no mask. One KV head comes after the other: the logits of all of them would take more memory than
+// the rows.
+mx::array greatest_weights(const AttentionCall& call, const mx::array& keys, const mx::array& lse) {
+  const int B = keys.shape(0), heads = keys.shape(1), D = keys.shape(3);
+  const mx::array queries = mx::reshape(f32(call.q) * number(call.scale), {B, heads, -1, D});
+  const mx::array sums = mx::reshape(lse, {B, heads, -1, 1});
+  std::vector<mx::array> greatest;
+  for (int i = 0; i < heads; ++i) {
+    const mx::array of_head = mx::swapaxes(f32(part(keys, 1, i, i + 1)), -1, -2);
+    const mx::array logits = mx::matmul(part(queries, 1, i, i + 1), of_head);
+    greatest.push_back(mx::max(logits - part(sums, 1, i, i + 1), 2));
+  }
+  return mx::exp(join_along(std::move(greatest), 1));
+}
+
+}  // namespace
+
 SecondReading::SecondReading(BoundedLayer& layer, int length) : length_(length) {
   for (const Run& run : layer.runs())
     worths_.push_back(mx::zeros(layer.store().view(run, "positions").shape()));
@@ -53,14 +74,8 @@ mx::array SecondReading::look(
     const Attended seen =
         attend(own.q, {k}, {v}, own.scale, own.mask, own.sinks, seed, Export::none);
     outs.push_back(seen.out);
-    // Every query attends to all of the layer's rows, so these need no mask. Of each row only the
-    // greatest weight goes through exp.
-    const int B = own.q.shape(0), D = own.q.shape(3);
-    const mx::array queries = mx::reshape(f32(own.q) * number(own.scale), {B, run.heads(), -1, D});
-    const mx::array stored = f32(part(dense(k), 2, 0, run.length));
-    const mx::array above = mx::matmul(queries, mx::swapaxes(stored, -1, -2)) -
-        mx::reshape(seen.lse, {B, run.heads(), -1, 1});
-    worths_[i] = mx::maximum(worths_[i], mx::exp(mx::max(above, 2)));
+    const mx::array stored = part(dense(k), 2, 0, run.length);
+    worths_[i] = mx::maximum(worths_[i], greatest_weights(own, stored, seen.lse));
   }
   return mx::depends({join_along(std::move(outs), 1)}, state())[0];
 }

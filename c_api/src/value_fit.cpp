@@ -11,8 +11,8 @@ namespace {
 // The weight of a value as it was, relative to the mean diagonal of P'P. Of 1e-1 to 1e-6, smaller
 // ones diverged less on held-out text, and the last three alike (docs/results/experiments.md).
 constexpr double kRidge = 1e-5;
-// Queries whose weights over all rows are computed at once.
-constexpr int kBlock = 512;
+// Queries whose weights over all rows are computed at once: these take less memory than the rows.
+constexpr int kBlock = 128;
 
 // Doubles, row by row.
 struct Matrix {
