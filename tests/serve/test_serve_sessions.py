@@ -140,9 +140,10 @@ class Client:
         self.messages = [*sent, {"role": "assistant", "content": text}]
         self.answered, self.name = usage.prompt_tokens - 1, name
         # The caches go back to the end of the prompt where an end of text or a stop text was read,
-        # or part of a character: no text spells that.
+        # or part of a character: no text spells that, but for SmolLM2's template, which ends turns.
         whole = not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-        if whole and ((self.chat and not self.stops) or reason == "length"):
+        ends = self.chat and not self.stops and model != MODEL
+        if whole and (ends or reason == "length"):
             self.answered = usage.prompt_tokens + usage.completion_tokens - 1
         self.turns += 1
         return int(usage.prompt_tokens_details.cached_tokens)
