@@ -143,7 +143,9 @@ void cut(
   evaluate(layer.side_state());  // or all of the prompt's rows stayed
 }
 
-void check_readable(const CacheSettings& settings) {
+// Raises unless a cache can read a prompt twice beside others that are at a position.
+void check_readable(Core& cache, int offset) {
+  const CacheSettings& settings = cache.settings();
   check(
       settings.attending, "A model that attends by itself does not show what rows are worth.",
       Blame::settings);
@@ -155,6 +157,16 @@ void check_readable(const CacheSettings& settings) {
       Blame::settings);
   check(
       !settings.policy.per_layer, "Rows of each head compete: the policy's unit is the layer.",
+      Blame::settings);
+  check(
+      cache.offset() == offset,
+      "The caches of one conversation have read as many tokens; one has read " +
+          std::to_string(cache.offset()) + " and another " + std::to_string(offset) + ".",
+      Blame::state);
+  check(
+      !offset || !cache.layer_with_tokens().spill,
+      "Evicted rows come back from the file of rows meanwhile: of a conversation with one only the "
+      "first prompt can be read twice.",
       Blame::settings);
 }
 
@@ -194,18 +206,7 @@ TwoReadings::TwoReadings(const std::vector<Core*>& caches, int length, int room)
   size_t heads = 0;
   for (Core* cache : caches) {
     const CacheSettings& settings = cache->settings();
-    check_readable(settings);
-    check(
-        cache->offset() == offset,
-        "The caches of one conversation have read as many tokens; one has read " +
-            std::to_string(cache->offset()) + " and another " + std::to_string(offset) + ".",
-        Blame::state);
-    check(
-        !offset || !cache->layer_with_tokens().spill,
-        "Evicted rows come back from the file of rows meanwhile: of a conversation with one only "
-        "the "
-        "first prompt can be read twice.",
-        Blame::settings);
+    check_readable(*cache, offset);
     pinned = std::max(pinned, pinned_from(settings.pins, settings.policy.sink));
     smallest = std::max(smallest, settings.policy.least_budget(pinned) + kFewestChoices);
     heads += cache->heads();
@@ -237,12 +238,17 @@ TwoReadings::TwoReadings(const std::vector<Core*>& caches, int length, int room)
   check_within("The rows of a head", int64_t(end_) + length + room, 1, kMostTokens);
   own_ = own_slots(planned, whole_, least);
   looks_.resize(caches.size());
+  make_room(caches, parts);
+}
+
+void TwoReadings::make_room(
+    const std::vector<Core*>& caches, const std::vector<std::vector<int>>& parts) {
   try {
     for (size_t i = 0; i < caches.size(); ++i) {
-      if (offset) caches[i]->resize(parts[i]);
+      if (!parts.empty()) caches[i]->resize(parts[i]);
       older_.push_back(lengths_of(*caches[i]));
       std::vector<int> roomy = older_.back();
-      for (int& slots : roomy) slots += length + room;
+      for (int& slots : roomy) slots += length_ + room_;
       caches[i]->resize(std::move(roomy));
     }
   } catch (...) {

@@ -55,6 +55,9 @@ class TwoReadings {
     Slots grown(int tokens) const;
   };
 
+  // The caches keep `parts` of what they hold (none before the first tokens), and get room for all
+  // of the prompt; if that fails, they are back within their bound.
+  void make_room(const std::vector<Core*>& caches, const std::vector<std::vector<int>>& parts);
   void check_open() const;
   void check_read(const Core& cache) const;
   void keep(const std::vector<Core*>& caches);

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
     from mlx_h2o.caches.kv_cache import H2OKVCache
     from mlx_h2o.calibration.calibrate import calibrate
+    from mlx_h2o.chat.memory_plan import plan
     from mlx_h2o.compression.compress import compress_prompt
     from mlx_h2o.loading.load import load
     from mlx_h2o.models.install import install, uninstall
     from mlx_h2o.models.make import make_prompt_cache
-    from mlx_h2o.models.memory_plan import plan
     from mlx_h2o.models.resize import resize
     from mlx_h2o.policies import (
         EMA,
@@ -64,7 +64,7 @@ _NAMES_OF_MODULES = {
     "compression.compress": "compress_prompt",
     "models.install": "install uninstall",
     "models.make": "make_prompt_cache",
-    "models.memory_plan": "plan",
+    "chat.memory_plan": "plan",
     "models.resize": "resize",
     "policies": "EMA H2O TOVA Distinct EMALogits KeyDiff Observation "
     "Policy Salient Slots SnapKV Streaming make_policy register_policy",

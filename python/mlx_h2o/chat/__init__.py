@@ -1,1 +1,1 @@
-"""A conversation with a model in bounded memory, and which of its tokens are kept."""
+"""A conversation with a model in bounded memory: what it will take, and which tokens are kept."""

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from mlx_h2o import _checks
+from mlx_h2o.chat.memory_plan import USUAL_CHUNK, planned_memory
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
@@ -14,7 +15,6 @@ from mlx_h2o.cli.options import (
     cache_settings,
     load_model,
 )
-from mlx_h2o.models.memory_plan import USUAL_CHUNK, planned_memory
 
 
 def add_parser(commands: Any) -> None:

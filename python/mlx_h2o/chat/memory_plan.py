@@ -46,7 +46,7 @@ from mlx_h2o.slots.slot_store import FEW, GROWTH_STEP
 USUAL_CHUNK = 2048
 #: The longest measured chunks. Shorter ones measure more of what does not grow.
 _LONGEST, _LONGEST_BESIDE_OWN = 256, 1024
-#: A planned peak is this near to the measured one: tests/models/test_memory_plan.py.
+#: A planned peak is this near to the measured one: tests/chat/test_memory_plan.py.
 MARGIN = 0.1
 #: A phone's memory, and the part of it that one app may use. Apple publishes no figure; developers
 #: report half (more with the entitlement com.apple.developer.kernel.increased-memory-limit).

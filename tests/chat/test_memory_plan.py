@@ -8,9 +8,9 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o import load, make_prompt_cache, resize
+from mlx_h2o.chat.memory_plan import MARGIN, OF_PHONE, PHONE, MemoryPlan
 from mlx_h2o.cli import main
 from mlx_h2o.compression.reading import read_prompt
-from mlx_h2o.models.memory_plan import MARGIN, OF_PHONE, PHONE, MemoryPlan
 from mlx_h2o.slots import reserved_range
 from tiny_models import tiny_model
 
