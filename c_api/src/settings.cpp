@@ -1,5 +1,7 @@
 #include "settings.h"
 
+#include <algorithm>
+
 namespace mlx_h2o {
 
 void CacheSettings::check_all() const {
@@ -39,6 +41,15 @@ void CacheSettings::check_budgets(const std::vector<int>& slots) const {
         !packing.recent_bits || policy.recent_slots(budget) >= 1,
         "recent_bits needs protected tokens: this policy protects none.");
   }
+}
+
+bool pass_stages(std::vector<Stage>& stages, int tokens, std::vector<int>& budgets) {
+  const auto next = std::find_if(
+      stages.begin(), stages.end(), [&](const Stage& stage) { return stage.beyond >= tokens; });
+  if (next == stages.begin()) return false;
+  budgets = std::move(std::prev(next)->budgets);
+  stages.erase(stages.begin(), next);
+  return true;
 }
 
 void CacheSettings::check_filling() const {

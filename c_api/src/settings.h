@@ -16,6 +16,10 @@ struct Stage {
   std::vector<int> budgets;
 };
 
+// Drops the stages that have begun after so many tokens, the last of which gives the budgets.
+// Returns whether there were any.
+bool pass_stages(std::vector<Stage>& stages, int tokens, std::vector<int>& budgets);
+
 struct CacheSettings {
   Policy policy = {};
   std::vector<int> budgets;  // slots of each KV head

@@ -390,13 +390,7 @@ void Core::grow(int length) {
   // can be taken back only the first token counts.
   if (length == 1 && layer_ && !layer_->settled()) return;
   const int certain = length <= settings_.undo + 1 ? 1 : length;
-  std::vector<Stage>& later = settings_.filling;
-  const auto next = std::find_if(later.begin(), later.end(), [&](const Stage& stage) {
-    return stage.beyond >= offset() + certain;
-  });
-  if (next == later.begin()) return;
-  settings_.budgets = std::prev(next)->budgets;
-  later.erase(later.begin(), next);
+  if (!pass_stages(settings_.filling, offset() + certain, settings_.budgets)) return;
   if (layer_) change([&] { mlx_h2o::resize(*layer_); });
 }
 

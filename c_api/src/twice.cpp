@@ -87,7 +87,7 @@ std::vector<int> own_slots(const std::vector<int>& planned, int64_t whole, int l
   return own;
 }
 
-// A number that is none is worth least, and would make no order.
+// NaN ranks below every number: compared as it is, it would leave the rows without an order.
 float sortable(float worth) {
   return std::isnan(worth) ? -kInfinity : worth;
 }
@@ -190,10 +190,7 @@ std::vector<int> shared_out(
 
 TwoReadings::Slots TwoReadings::Slots::grown(int tokens) const {
   Slots later = *this;
-  while (!later.filling.empty() && later.filling.front().beyond < tokens) {
-    later.budgets = std::move(later.filling.front().budgets);
-    later.filling.erase(later.filling.begin());
-  }
+  pass_stages(later.filling, tokens, later.budgets);
   return later;
 }
 

@@ -27,9 +27,6 @@ class TwoReadings {
   // Raises, and changes nothing, for caches in which a prompt cannot be read so.
   TwoReadings(const std::vector<Core*>& caches, int length, int room);
 
-  size_t layers() const {
-    return before_.size();
-  }
   // Attends in the second reading of a layer, which has read the whole prompt.
   mx::array look(
       size_t layer, Core& cache, const AttentionCall& call, const mx::array& keys,

@@ -20,9 +20,13 @@ Stream stream_of(const Replay* r, int layer, int T) {
   return stream;
 }
 
-void stream_free(Stream stream) {
-  mlx_array_free(stream.sinks);
-  free(stream.q), free(stream.k), free(stream.v);
+void layers_free(Stream* streams, mlx_h2o_cache* caches, int layers) {
+  for (int l = 0; l < layers; ++l) {
+    mlx_h2o_cache_free(caches[l]);
+    mlx_array_free(streams[l].sinks);
+    free(streams[l].q), free(streams[l].k), free(streams[l].v);
+  }
+  free(streams), free(caches);
 }
 
 void expect_remainders(Replay* r, const mlx_h2o_cache* caches, int layers) {

@@ -11,7 +11,8 @@ typedef struct Stream_ {
 } Stream;
 
 Stream stream_of(const Replay* r, int layer, int T);
-void stream_free(Stream stream);
+// Frees the layers' streams and caches, and both arrays.
+void layers_free(Stream* streams, mlx_h2o_cache* caches, int layers);
 
 // Compares the statistics of the evicted; golden ones are there where caches keep them.
 void expect_remainders(Replay* r, const mlx_h2o_cache* caches, int layers);

@@ -69,11 +69,7 @@ static Trajectory trajectory_of(const Replay* r) {
 }
 
 static void trajectory_free(Trajectory t) {
-  for (int l = 0; l < t.layers; ++l) {
-    mlx_h2o_cache_free(t.caches[l]);
-    stream_free(t.of[l]);
-  }
-  free(t.of), free(t.caches);
+  layers_free(t.of, t.caches, t.layers);
   spilled_free(t.spilled);
 }
 

@@ -53,11 +53,7 @@ static Conversation conversation_of(const Replay* r, int tokens) {
 }
 
 static void conversation_free(Conversation t) {
-  for (int l = 0; l < t.layers; ++l) {
-    mlx_h2o_cache_free(t.caches[l]);
-    stream_free(t.of[l]);
-  }
-  free(t.of), free(t.caches);
+  layers_free(t.of, t.caches, t.layers);
 }
 
 // Rows of a case's dtype.

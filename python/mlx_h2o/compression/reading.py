@@ -32,7 +32,7 @@ SECONDS = 60.0
 #: Tokens at the end of a prompt that are read once: the question, and what an answer goes on from.
 #: Every head has room for them.
 NEWEST = 16
-#: Tokens of the request to repeat a text, with most tokenizers fewer.
+#: Tokens of the request to repeat a text where no tokenizer is at hand; with most ones fewer.
 REQUEST = 16
 #: Bytes of the greatest weight that a row received.
 WORTH = 4
@@ -122,7 +122,12 @@ def two_readings(
 
 
 def most_of_two_readings(
-    model: nn.Module, cache: Sequence[Any], length: int, begun: bool, chunk: int = CHUNK
+    model: nn.Module,
+    cache: Sequence[Any],
+    length: int,
+    begun: bool,
+    chunk: int = CHUNK,
+    request: int = REQUEST,
 ) -> int:
     """The most bytes, between two chunks, of bounded caches while new tokens are read twice.
 
@@ -135,9 +140,10 @@ def most_of_two_readings(
         length: The new tokens.
         begun: Whether the caches will hold tokens from before.
         chunk: Tokens that go through the model at once.
+        request: Tokens of the request to repeat the text.
     """
     group, every = query_thinning(model, length)
-    seen = min(chunk, length) + REQUEST
+    seen = min(chunk, length) + request
     queries = -(-length // chunk) * -(-seen // every) * group
     most = 0
     for entry in bounded_members(cache):

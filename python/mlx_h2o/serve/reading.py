@@ -24,7 +24,7 @@ from mlx_h2o.compression.reading import (
     most_of_two_readings,
     two_readings,
 )
-from mlx_h2o.compression.twice import CHUNK, require_readable
+from mlx_h2o.compression.twice import CHUNK, REPEAT, require_readable
 from mlx_h2o.serve.prompt import Prompt
 from mlx_h2o.serve.ranks import processes
 from mlx_h2o.serve.sequence import Sequence as Answer
@@ -77,7 +77,8 @@ def most_while_read(one: Answer, prefix: int) -> int:
     chunk = min(CHUNK, served.chunk)
     begun = prefix > 0 or len(lengths) > 1
     others = plan.need - most_of_bounded(bounded_members(plan.empty))
-    most = most_of_two_readings(served.model, plan.empty, max(long), begun, chunk)
+    request = len(served.tokenizer.encode(REPEAT, add_special_tokens=False))
+    most = most_of_two_readings(served.model, plan.empty, max(long), begun, chunk, request)
     return max(plan.need, others + most)
 
 

@@ -236,7 +236,7 @@ extension H2OChatSession {
             memory.lacksTokens = false
         }
         let input = try await newInput(messages, context)
-        let known = memory.tokens, new = input.text.tokens.flattened().asArray(Int.self)
+        let earlier = memory.tokens, new = input.text.tokens.flattened().asArray(Int.self)
         let bounded = placedMembers(of: caches).lazy.compactMap { $0.cache as? H2OKVCache }.first
         let offset = bounded?.offset ?? 0
         memory.drop()  // for where reading fails half-way
@@ -270,7 +270,7 @@ extension H2OChatSession {
             // What was read of a document stays, and the rest is read with the next turn.
             let count = (bounded?.offset ?? offset) - offset
             memory.adopt(
-                caches, known + new.prefix(count), pending: Array(new.dropFirst(count)))
+                caches, earlier + new.prefix(count), pending: Array(new.dropFirst(count)))
             throw CancellationError()
         } catch {
             if let failure = caches.lazy.compactMap({ ($0 as? H2OKVCache)?.failure }).first {
@@ -278,7 +278,7 @@ extension H2OChatSession {
             }
             throw error is MLXError ? H2OError.internal(error.localizedDescription) : error
         }
-        memory.adopt(caches, known + new + reply.tokens, isStop: isStop)
+        memory.adopt(caches, earlier + new + reply.tokens, isStop: isStop)
         return calls
     }
 
@@ -288,7 +288,8 @@ extension H2OChatSession {
     private func readTwice(
         _ input: LMInput, _ tokens: [Int], _ context: ModelContext, _ caches: [any KVCache]
     ) throws -> LMInput {
-        guard input.image == nil, input.video == nil, input.audio == nil else { return input }
+        guard reading != .once, input.image == nil, input.video == nil, input.audio == nil
+        else { return input }
         let request = context.tokenizer.encode(text: H2OReading.request, addSpecialTokens: false)
         let done = try reading.read(
             tokens, by: context.model, into: caches, request: request,

@@ -127,7 +127,7 @@ public enum H2OReading: String, Sendable, CaseIterable {
             try readings.finish()
             return (prompt.count, 2)
         } catch {
-            try? readings.abandon()
+            try? readings.abandon()  // what went wrong first is thrown
             guard error is MLXError else { throw error }
             throw bounded.lazy.compactMap(\.failure).first
                 ?? .internal(error.localizedDescription)
