@@ -1,7 +1,5 @@
 """Arrays as numpy has them."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 

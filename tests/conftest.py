@@ -1,8 +1,6 @@
 """Which build of the extension is tested (the installed one, or MLX_H2O_EXTENSION's), and how
 much of the tests is slow."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Few cases in which every pair of values meets: most faults need no more than two to show."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

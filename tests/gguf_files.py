@@ -1,7 +1,5 @@
 """GGUF files for tests, written by the gguf package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@ Run as a program in a process of its own, since what is looked for ends it, or n
 `gguf_mutants.py FOLDER SEED COUNT`.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ of all models. Windows are of 16 tokens, which a test's prompt exceeds, and laye
 show every kind that a model has.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 VOCABULARY = 128

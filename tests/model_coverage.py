@@ -1,7 +1,5 @@
 """What bounded caches do with every model of mlx-lm: each is run, tiny and with random weights."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

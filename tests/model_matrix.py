@@ -1,7 +1,5 @@
 """What each bounded model of mlx-lm does beside being bounded: packed rows, batches, the server."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

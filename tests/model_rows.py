@@ -1,7 +1,5 @@
 """Rows of the models' pages: those with equal cells are one, with all of their models' names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 

@@ -4,8 +4,6 @@ Run as a program in a process of its own, since what is looked for ends it, or n
 `mutants.py FOLDER SEED COUNT`.
 """
 
-from __future__ import annotations
-
 import copy
 import faulthandler
 import hashlib

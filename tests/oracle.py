@@ -6,8 +6,6 @@ attention over them token by token and the remainder from the list of all evicte
 plain Python lists to choose. Nothing here is incremental, vectorised over heads, or in place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

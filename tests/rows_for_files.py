@@ -1,7 +1,5 @@
 """Rows for files of rows: every place has other bits, so that a wrong row is found."""
 
-from __future__ import annotations
-
 import time
 
 import mlx.core as mx

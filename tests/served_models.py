@@ -1,7 +1,5 @@
 """What the server does with every model of mlx-lm: a tiny folder, asked over HTTP."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

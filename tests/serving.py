@@ -1,7 +1,5 @@
 """`mlx_h2o serve` in a thread of the tests' process."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

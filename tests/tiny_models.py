@@ -1,7 +1,5 @@
 """Random-weight models of many families, and single layers, small enough for a test."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence

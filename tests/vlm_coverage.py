@@ -1,7 +1,5 @@
 """What bounded caches do with the language model of every module of mlx-vlm, tiny and random."""
 
-from __future__ import annotations
-
 import mlx.nn as nn
 
 from model_coverage import BOUNDED, NOT_RUN, PARTLY, Row, row_of

@@ -1,7 +1,5 @@
 """A folder of a tiny Qwen2-VL of random weights, with what reads its text and images."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiny models of mlx-vlm that see images, prompts with images and videos, and their answers."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Configs are those of mlx-lm's models (`model_configs.py`) with what mlx-vlm's ow
 the language model is made: images come in as embeddings.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """Attention with scores: equal to MLX's own, and its scores, lse and masses to their definition."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

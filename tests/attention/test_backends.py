@@ -1,7 +1,5 @@
 """Without its extension the package works, says once why it is slow, and gives the same results."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The CPU kernels compute what backends/reference.py defines, in every form, from any layout."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Decoding in the kernel's hands: what the same cache does op by op, without a copy, unobserved."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """What the kernels of metal/ declare is what launches pass, and what they number is numbered alike
 in Python and C++."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """MLX's matrix products through OpenBLAS: the same numbers, and only where that is sound."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The encoder: groups from their least to their greatest element, alike wherever it packs."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """mx.compile, mx.grad and mx.vmap: caches refuse them unharmed, the public ops can be compiled."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """`python -m benchmarks`: turns and statistics by property, and the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -1,7 +1,5 @@
 """`python -m benchmarks.board`: equal bytes, scores, the record, and rivals that do not run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`benchmarks/board/policies`: published policies by the public interface."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

@@ -1,7 +1,5 @@
 """RULER's tasks on the board: what their generators make, and how their answers are scored."""
 
-from __future__ import annotations
-
 import random
 
 import mlx.core as mx

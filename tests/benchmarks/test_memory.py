@@ -1,7 +1,5 @@
 """`python -m benchmarks.memory`: what is weighed, and what is too much."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mlx.core as mx

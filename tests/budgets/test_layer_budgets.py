@@ -1,7 +1,5 @@
 """Slots that the caller gives each layer: as a list, or by a function."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache

@@ -1,7 +1,5 @@
 """Numbers of any size at every door: an answer soon, a value or an error that names the field."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

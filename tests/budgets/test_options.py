@@ -1,7 +1,5 @@
 """The options of caches: one type, which editors show, names and explains all that there are."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

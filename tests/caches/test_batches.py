@@ -1,7 +1,5 @@
 """Batches: every sequence gives what it gives alone, whatever joins, leaves or is padded."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Sequence
@@ -40,7 +38,7 @@ class Talk:
     alone: H2OKVCache
 
     @classmethod
-    def of(cls, seed: int, **settings: Any) -> Talk:
+    def of(cls, seed: int, **settings: Any) -> "Talk":
         layer = TinyLayer(key_width=WIDTH, value_width=WIDTH, seed=seed, length=400)
         return cls(layer, H2OKVCache(**settings))
 
@@ -102,7 +100,7 @@ def test_who_is_beside_a_sequence_changes_nothing(policy, store, remainder):
     """Steps, ragged chunks, joining, leaving and changing places, budgets differing."""
     rng = random.Random(f"{policy} {store} {remainder}")
 
-    def new(seed: int) -> Talk:
+    def new(seed: int) -> "Talk":
         chosen = make_policy(policy, sink=2, recent=0.25)
         settings = {"policy": chosen, "remainder": remainder, **STORES[store]}
         return Talk.of(seed, max_size=rng.choice([40, 48]) if remainder else 32, **settings)

@@ -1,7 +1,5 @@
 """Caches saved, copied, looked at and resized in any order, against ones that never are."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import tempfile

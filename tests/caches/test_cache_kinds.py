@@ -1,7 +1,5 @@
 """Which class of cache a layer gets: by what its model does, by hand, from a file."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

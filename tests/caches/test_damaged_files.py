@@ -1,7 +1,5 @@
 """Damaged files, their digests made right again: refused with a ValueError, or safe to run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

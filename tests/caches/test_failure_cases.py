@@ -1,7 +1,5 @@
 """The published failures of bounded caches, one by one, held off."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import resource

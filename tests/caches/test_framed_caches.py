@@ -1,7 +1,5 @@
 """Caches whose packed keys lie in a frame: alike by kernels and reference, and as without one."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import nullcontext

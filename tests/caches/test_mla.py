@@ -1,7 +1,5 @@
 """MLA: the cache holds latent rows and RoPE keys, and every bound holds as for any other cache."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -1,7 +1,5 @@
 """Layers that attend to another's keys and values: one cache, and the masses of all."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

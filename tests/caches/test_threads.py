@@ -5,8 +5,6 @@ evaluated state (`mlx_h2o.load` and `asyncio.to_thread(generate, ...)`, a copy m
 thread, ...).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

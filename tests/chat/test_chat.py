@@ -1,7 +1,5 @@
 """`mlx_h2o chat`, through a pseudo-terminal as a person has it, and the dialogue behind it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

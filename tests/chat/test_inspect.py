@@ -1,7 +1,5 @@
 """What the trace of a text and its page say is what the caches really held."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """What to pin, said in words, and where that stands in a prompt's tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 import mlx_h2o

@@ -1,7 +1,5 @@
 """The command as a stranger meets it: refusals before work, results kept, tables never cut."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

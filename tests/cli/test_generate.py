@@ -1,7 +1,5 @@
 """`mlx_h2o generate`: text, report, saving and resuming, on the built-in model."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

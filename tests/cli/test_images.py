@@ -1,7 +1,5 @@
 """`generate --image`: mlx-vlm's own tokens while there is room, and bounded memory beyond."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The C API: golden vectors through a C program, its installation, its examples."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

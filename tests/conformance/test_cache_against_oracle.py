@@ -1,7 +1,5 @@
 """The cache does, step for step, what the plain float64 oracle does: outputs, choices, scores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

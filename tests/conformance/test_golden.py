@@ -1,7 +1,5 @@
 """Golden vectors: they hold the kernels, and damage to them is told."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

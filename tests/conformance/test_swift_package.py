@@ -1,7 +1,5 @@
 """What the Swift package carries of this repository is what this repository says."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

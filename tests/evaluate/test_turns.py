@@ -1,7 +1,5 @@
 """Turns: what was attended to carries over, as much of it as is asked for."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import ClassVar

@@ -6,8 +6,6 @@ run, and results are zeros. HOST_GPU_BREAK is one of the ways in which tests/met
 kernels, or TRAP: the first launch of attention ends the server, and with it the program.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Models of mlx-vlm: bounded by its own functions, with images in the prompt."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models that attend by themselves and ask a cache all the same; logits that are capped softly."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Routing: reversible, everywhere, and only for caches that can attend."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from functools import partial

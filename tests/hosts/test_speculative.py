@@ -1,7 +1,5 @@
 """mlx-lm takes tokens back: speculative decoding, its LRU cache of prompts, its trim functions."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """mlx-vlm's speculative decoding with bounded caches gives the tokens of plain decoding."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """mlx-vlm's own batches: bounded; and what is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """mlx-vlm's prefix cache (APC) over bounded caches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

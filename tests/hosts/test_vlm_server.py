@@ -1,7 +1,5 @@
 """mlx-vlm's own HTTP server in a second process, with `install` before its `main()`."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

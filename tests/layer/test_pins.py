@@ -1,7 +1,5 @@
 """Pins: a pinned token stays, whatever the policy, the store, the kernels and the prompt."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Pins beside what else a cache can be: rolling, shared, compressed, batched, of given budgets."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Folders of mlx-vlm's models: `load` and the commands, for text."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Kernels broken on purpose, on the host harness."""
 
-from __future__ import annotations
-
 import harness
 
 from mlx_h2o.attention.backends.gpu import Gpu

@@ -1,7 +1,5 @@
 """What tests launched, one of each variant, for other compilers than the host's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

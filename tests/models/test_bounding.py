@@ -1,7 +1,5 @@
 """`install(max_size=...)`: every cache that mlx-lm makes is bounded, where it makes them."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Every model of the installed mlx-lm does what docs/reference/models.md says of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """Families of models: token for token mlx-lm's own while nothing is evicted, bounded afterwards."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

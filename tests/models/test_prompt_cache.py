@@ -1,7 +1,5 @@
 """Saving, loading, copying, trimming and resizing bounded caches, and sizes that hold exactly."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

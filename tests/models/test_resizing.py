@@ -1,7 +1,5 @@
 """`mlx_h2o.resize`: another budget for a whole model, shared out as if it had been the first."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

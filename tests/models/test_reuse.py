@@ -1,7 +1,5 @@
 """A fact in a prefix that is packed, saved, shared, speculated over and continued in a batch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every module of mlx-vlm with a row does what docs/reference/vision-models.md says of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

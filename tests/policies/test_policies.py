@@ -1,7 +1,5 @@
 """Policies: each keeps what its docstring says, in an example built so that others would not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import mlx.core as mx

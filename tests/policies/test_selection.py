@@ -1,7 +1,5 @@
 """Choosing slots: the lowest priority goes, ties to the oldest position, the protected never."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Every command of the repository can be started: what it imports is there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`import mlx_h2o` changes nothing in the process, takes little, and gives every public name."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import runpy

@@ -1,7 +1,5 @@
 """C++ and C functions stay short, as test_structure.py holds Python to it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A release: its text and version, what it allows, what it knows of itself, and what makes it."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """The order of the packages: imports only go down, and functions stay short."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What `make test` leaves out, which target runs it, and that nothing is left out twice."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -3,8 +3,6 @@
 Members differ in what their caches hold and in what comes; each must give what it gives alone.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Idle conversations: nothing wrong is gone on with, and room is made in the order told."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Several models on demand: loaded when they are asked for, within one bound for their weights."""
 
-from __future__ import annotations
-
 import shutil
 import weakref
 from concurrent.futures import ThreadPoolExecutor

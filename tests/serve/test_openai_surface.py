@@ -3,8 +3,6 @@
 `.ci/run` installs the last two, which are large; without them their tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The server's page in a real Chromium: by mouse and keyboard, light and dark, wide and narrow."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

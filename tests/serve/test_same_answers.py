@@ -1,7 +1,5 @@
 """The same question gets the same answer, whatever was asked before it, and whoever is beside."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """`mlx_h2o serve`: real clients, one bound for everything, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Answers of `mlx_h2o serve` as clients expect them: several, of a form, with tools."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

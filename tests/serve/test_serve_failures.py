@@ -1,7 +1,5 @@
 """A step that raises: who is told, what is freed, and who goes on."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """HTTP of `mlx_h2o serve`: deadlines, limits, keys, TLS, and errors in OpenAI's one form."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

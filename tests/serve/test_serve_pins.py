@@ -1,7 +1,5 @@
 """Pins through the server: found in the prompt, kept through all that happens, refused with why."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

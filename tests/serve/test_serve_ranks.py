@@ -1,7 +1,5 @@
 """The server whose model two processes share: the same answers, and a page that stops neither."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Prompts that the server reads twice: the answers are those of `generate --reading twice`."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

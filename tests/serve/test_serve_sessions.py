@@ -1,7 +1,5 @@
 """Nothing answered is lost: kill -9 at any moment, and clients that send back what they got."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Stop texts: found in the text wherever tokens and characters begin, cut out, and the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saved conversations: their files, how they are pruned and removed, and how texts find them."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

@@ -1,7 +1,5 @@
 """Calls that are required are written as each family writes them, and as mlx-lm reads them."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from types import SimpleNamespace

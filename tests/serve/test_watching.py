@@ -1,7 +1,5 @@
 """What the server tells of its idle conversations, to whom, and pins set there."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

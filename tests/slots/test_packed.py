@@ -1,7 +1,5 @@
 """Packed keys and values: every width and group, against dequantizing first."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

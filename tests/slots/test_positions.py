@@ -1,7 +1,5 @@
 """Positions of slots: 16 bits while a conversation has no more of them, and bytes that hold."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Mixed widths: the newest tokens in a ring of their own."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

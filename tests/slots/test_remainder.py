@@ -1,7 +1,5 @@
 """The remainder: evicted tokens go on answering, rightly, whatever they were and however many."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Positions without gaps: kept tokens are seen one after the other, whatever was forgotten."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Taking steps back: afterwards a cache is, bit for bit, what it would be without them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

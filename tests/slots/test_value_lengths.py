@@ -3,8 +3,6 @@
 Of dense values they are kept; of packed ones their scales tell them.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

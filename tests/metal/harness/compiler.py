@@ -1,7 +1,5 @@
 """Builds of kernels for this machine: compilers, flags, and a cache by content."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -3,8 +3,6 @@
 Address spaces are checked by a compiler (`compiler.check_types`).
 """
 
-from __future__ import annotations
-
 import re
 
 FORBIDDEN = {

@@ -1,7 +1,5 @@
 """What `mx.fast.metal_kernel` returns, on the host: the same calls run the same text here."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re
@@ -51,7 +49,7 @@ def metal_kernel(
     ensure_row_contiguous: bool = True,
     atomic_outputs: bool = False,
     compile_options: object = None,
-) -> HostKernel:
+) -> "HostKernel":
     """Stands where `mx.fast.metal_kernel` stands."""
     if atomic_outputs:
         raise NotImplementedError("The dialect has no atomics.")

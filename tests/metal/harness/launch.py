@@ -1,7 +1,5 @@
 """One launch of a built kernel: memory with guards around it, the run, and what it counted."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """Compiles kernels for NVIDIA GPUs, without one: NVRTC from PyPI, headers likewise."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 test_signature.py compares it with what MLX itself prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
