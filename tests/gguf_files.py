@@ -17,9 +17,7 @@ def packed(rows: np.ndarray, kind: GGMLQuantizationType) -> tuple[np.ndarray, np
 
 
 def write_gguf(
-    path: Path,
-    metadata: dict,
-    arrays: dict[str, tuple[np.ndarray, GGMLQuantizationType]],
+    path: Path, metadata: dict, arrays: dict[str, tuple[np.ndarray, GGMLQuantizationType]]
 ) -> None:
     """A file with these metadata and arrays (each with its type).
 

@@ -571,8 +571,7 @@ print(extension.isa())
 
 @pytest.mark.skipif("MLX_H2O_ISA" in os.environ, reason="this process is one of those")
 @pytest.mark.parametrize(
-    "isa",
-    ["sse2", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)],
+    "isa", ["sse2", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
 )
 def test_every_instruction_set_does_the_same(isa):
     """Every third of these cases, and packing, in a process in which this is all that runs."""

@@ -283,10 +283,7 @@ def test_a_quick_run_writes_everything(
         "date",
     }  # fmt: skip
     assert report["settings"] == {
-        "parts": [
-            *("attention", "model"),
-            *["products"] * products.can_be_measured(),
-        ],
+        "parts": [*("attention", "model"), *["products"] * products.can_be_measured()],
         "quick": True,
         "rounds": 1,
         "dtypes": ["float32"],

@@ -55,8 +55,7 @@ def test_every_default_is_what_the_function_takes_for_it():
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
-    [("polcy", "policy"), ("max_siz", "max_size"), ("remaindr", "remainder")],
+    ("given", "meant"), [("polcy", "policy"), ("max_siz", "max_size"), ("remaindr", "remainder")]
 )
 def test_an_unknown_option_is_answered_with_what_was_probably_meant(given, meant):
     with pytest.raises(ValueError, match=f"Did you mean {meant}"):

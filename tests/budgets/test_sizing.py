@@ -10,11 +10,7 @@ import pytest
 
 from mlx_h2o import Spill, describe, make_policy, make_prompt_cache
 from mlx_h2o._byte_size import Share, memory_size
-from mlx_h2o.budgets.cost import (
-    LayerShare,
-    RowWidths,
-    slots_for_bytes,
-)
+from mlx_h2o.budgets.cost import LayerShare, RowWidths, slots_for_bytes
 from mlx_h2o.budgets.plan import NEGLIGIBLE, Plan
 from mlx_h2o.budgets.profile_store import found_profile, kept_place
 from mlx_h2o.calibration.scaling_build import SUFFIX

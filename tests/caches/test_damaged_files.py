@@ -14,9 +14,7 @@ from mlx_h2o import load_prompt_cache, save_prompt_cache
 def survived(folder: Path, seed: int, count: int, program: str = mutants.__file__) -> int:
     """How many of `count` mutants could be read and run."""
     done = subprocess.run(
-        [sys.executable, program, folder, str(seed), str(count)],
-        capture_output=True,
-        text=True,
+        [sys.executable, program, folder, str(seed), str(count)], capture_output=True, text=True
     )
     last = done.stdout.strip().splitlines()[-1:]
     assert done.returncode == 0, f"{last}\n{done.stderr[-3000:]}"

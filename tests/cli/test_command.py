@@ -95,10 +95,7 @@ def refusal(options, capsys, after_work=False):
         (["compress", "x", "--out", "y", "--pin-span", "9:3"], "must be tokens such as 0:40"),
         ([*PROMPT, "--policy", "h2o:group_size=32"], "group_size needs bits"),
         ([*PROMPT, "--max-kv-size", "-7"], "--max-kv-size must be at least 1; got -7"),
-        (
-            [*PROMPT, "--policy", "salient:age_weight=nan"],
-            "age_weight must be a finite number",
-        ),
+        ([*PROMPT, "--policy", "salient:age_weight=nan"], "age_weight must be a finite number"),
         ([*PROMPT, "--policy", "salient:sonk=1"], "has no field sonk; it has sink, recent"),
         ([*PROMPT, "--policy", "salient:sink"], "is written FIELD=VALUE; got 'sink'"),
         ([*PROMPT, "--profile", "nowhere.json"], "Cannot read the profile nowhere.json"),

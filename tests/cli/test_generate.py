@@ -121,17 +121,7 @@ def test_a_resumed_run_continues_as_an_uninterrupted_one(
 
 
 def test_seeds_make_sampling_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
-    sampled = [
-        *GENERATE,
-        "-p",
-        "Anne and Toby",
-        "-m",
-        "8",
-        "--temp",
-        "1",
-        "--top-p",
-        "0.95",
-    ]
+    sampled = [*GENERATE, "-p", "Anne and Toby", "-m", "8", "--temp", "1", "--top-p", "0.95"]
     first, same, other = (
         as_json([*sampled, "--seed", seed], capsys)["tokens"] for seed in ("1", "1", "2")
     )

@@ -428,9 +428,7 @@ def test_prompts_that_are_read_twice(engine: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine",
-    ["over_mlx", pytest.param("over_mlx_c", marks=pytest.mark.slow)],
-    indirect=True,
+    "engine", ["over_mlx", pytest.param("over_mlx_c", marks=pytest.mark.slow)], indirect=True
 )
 def test_files_of_rows(engine: Path, tmp_path: Path) -> None:
     """Tokens taken back, copies, failures: the conversation goes on, and no file is left."""
@@ -550,9 +548,7 @@ def test_a_broken_kernel_is_not_used(engine: Path, host_gpu: dict[str, str], way
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [pytest.param("over_mlx", marks=pytest.mark.slow), "over_mlx_c"],
-    indirect=True,
+    "engine", [pytest.param("over_mlx", marks=pytest.mark.slow), "over_mlx_c"], indirect=True
 )
 def test_sound_kernels_are_checked_and_used(engine: Path, host_gpu: dict[str, str]) -> None:
     report = json.loads(conversed(engine, host_gpu).stdout)
@@ -609,8 +605,7 @@ QUICK_OVER_MLX_C = ("attention", "turns")
         *(("over_mlx", group) for group in ON_HOST_GPU),
         *(
             pytest.param(
-                *("over_mlx_c", group),
-                marks=[] if group in QUICK_OVER_MLX_C else pytest.mark.slow,
+                *("over_mlx_c", group), marks=[] if group in QUICK_OVER_MLX_C else pytest.mark.slow
             )
             for group in ON_HOST_GPU
         ),
@@ -680,12 +675,7 @@ def test_launches_are_those_of_python(
     ("tokens", "heads", "ours"), [(1030, 4, True), (1030, 2, False), (600, 4, False)]
 )
 def test_grouped_queries_over_many_keys_go_to_our_kernel(
-    over_mlx: Path,
-    host_gpu: dict[str, str],
-    tmp_path: Path,
-    tokens: int,
-    heads: int,
-    ours: bool,
+    over_mlx: Path, host_gpu: dict[str, str], tmp_path: Path, tokens: int, heads: int, ours: bool
 ) -> None:
     """MLX's attention takes two passes over them, which were seen to give garbage (mlx#4022)."""
     told = tmp_path / "launched"

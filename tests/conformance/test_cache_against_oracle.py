@@ -65,10 +65,7 @@ def witness_of(cache: H2OKVCache) -> Witness:
 
 
 def attend(
-    cache: H2OKVCache,
-    rows: tuple[np.ndarray, ...],
-    scale: float,
-    sinks: np.ndarray | None = None,
+    cache: H2OKVCache, rows: tuple[np.ndarray, ...], scale: float, sinks: np.ndarray | None = None
 ) -> np.ndarray:
     """One call of a model's attention on the cache under test."""
     q, k, v = (mx.array(x) for x in rows)

@@ -33,7 +33,7 @@ def test_the_whole_command(small, capsys):
     assert main(["doctor", "--quick", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report) == [
-        *("machine", "kernels", "conversation", "memory", "failures", "seconds"),
+        *("machine", "kernels", "conversation", "memory", "failures", "seconds")
     ]
     assert report["failures"] == []
     assert report["machine"]["versions"]["mlx"]

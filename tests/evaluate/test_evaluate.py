@@ -20,12 +20,7 @@ from mlx_h2o.cli.evaluate import plain_text, share_of
 from mlx_h2o.evaluate.charts import svg
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.evaluation import Evaluation, work_of
-from mlx_h2o.evaluate.measures import (
-    MEASURES,
-    NeedleMeasure,
-    PerplexityMeasure,
-    TurnMeasure,
-)
+from mlx_h2o.evaluate.measures import MEASURES, NeedleMeasure, PerplexityMeasure, TurnMeasure
 from mlx_h2o.evaluate.measures.needles import Needle, kinds_of, needle_task
 from mlx_h2o.evaluate.measures.perplexity import Perplexity, mean_interval
 from mlx_h2o.evaluate.methods import FULL, OURS, PACKED, Method, default_methods, sized

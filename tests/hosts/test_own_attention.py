@@ -24,13 +24,7 @@ from mlx_h2o.hosts import own_attention, routing
 from mlx_h2o.slots.key_scaling import Frame
 from model_coverage import coverage_model
 from research import exact_kl
-from tiny_models import (
-    TinyLayer,
-    kept_positions,
-    prefill,
-    prompt_tokens,
-    tiny_model,
-)
+from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
 CAP = 2.0  # far below the logits of these layers, so that it shapes them
 LAYER = TinyLayer(length=160)

@@ -72,9 +72,7 @@ FACTORS = {
 
 @pytest.mark.few(7)
 @pytest.mark.parametrize(
-    "case",
-    covering(FACTORS, lambda case: True),
-    ids=lambda case: "-".join(map(str, case.values())),
+    "case", covering(FACTORS, lambda case: True), ids=lambda case: "-".join(map(str, case.values()))
 )
 def test_speculative_decoding_gives_the_tokens_of_plain_decoding(case):
     """With a draft model that is half right, whose own cache is bounded too."""

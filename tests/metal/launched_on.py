@@ -5,8 +5,10 @@ import itertools
 import mlx.core as mx
 import numpy as np
 
+from mlx_h2o.attention.backends import reference
 from mlx_h2o.attention.backends.decoder import HeadPlan
 from mlx_h2o.attention.backends.step_launches import StepPlan
+from mlx_h2o.slots.packed import dense
 from mlx_h2o.slots.remainder import Remainder
 
 OFFSET = 900
@@ -29,6 +31,25 @@ def assert_close(ours, expected, tolerance, relative=0.0):
     np.testing.assert_allclose(
         np.array(ours.astype(mx.float32)), np.array(expected), atol=tolerance, rtol=relative
     )
+
+
+def reference_attend(q, k, v, *, remainder=None, **options):
+    """out, logits, lse in float32, the remainder joined."""
+    q, k, v = (x.astype(mx.float32) for x in (q, dense(k), dense(v)))
+    out, logits, lse = reference.attention_with_scores(q, k, v, **options)
+    if remainder is not None:
+        out, lse = remainder.join(out, lse, remainder.column(q, options["scale"]))
+    return out, logits, lse
+
+
+def assert_attended(ours, expected, dtype, tolerances):
+    """Attention is the reference's; `tolerances` are those of the output by dtype."""
+    out, logits, lse = expected
+    assert ours.out.dtype == dtype
+    assert_close(ours.out, out, *tolerances[dtype])
+    # Infinities must agree exactly; logits near 0 cannot be right relatively.
+    assert_close(ours.logits, logits, 1e-4, 1e-3)
+    assert_close(ours.lse, lse, 1e-4, 1e-3)
 
 
 def evicted(shape, rows=40):

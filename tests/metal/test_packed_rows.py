@@ -4,11 +4,12 @@ import itertools
 from dataclasses import replace
 from functools import partial
 
+import launched_on
 import mlx.core as mx
 import numpy as np
 import pytest
 from harness import recorded
-from launched_on import OFFSET, assert_close, evicted, mask_of, plan_of
+from launched_on import OFFSET, assert_close, evicted, mask_of, plan_of, reference_attend
 
 from conftest import HOST
 from covering import STEP, covering
@@ -23,6 +24,7 @@ from mlx_h2o.slots.remainder import Remainder
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Of the output: absolute, and relative where partial results are rounded too.
 TOLERANCE = {mx.float32: (2e-5, 0), mx.float16: (1e-3, 0), mx.bfloat16: (4e-3, 2**-7)}
+assert_attended = partial(launched_on.assert_attended, tolerances=TOLERANCE)
 
 # Of keys and of values; every width as either, and either dense.
 WIDTHS = [(2, 3), (3, 5), (4, 4), (5, 2), (6, 8), (8, 6), (8, None), (None, 4)]
@@ -57,25 +59,6 @@ def operands(shape, N, dtype, bits, group):
         for size in ((B, Hq, L, D), (B, Hk, N, D), (B, Hk, N, Dv))
     )
     return q, strided(k, bits[0], group), strided(v, bits[1], group)
-
-
-def reference_attend(q, k, v, *, remainder=None, **options):
-    """out, logits, lse in float32, the remainder joined."""
-    q = q.astype(mx.float32)
-    out, logits, lse = reference.attention_with_scores(
-        q, dense(k).astype(mx.float32), dense(v).astype(mx.float32), **options
-    )
-    if remainder is not None:
-        out, lse = remainder.join(out, lse, remainder.column(q, options["scale"]))
-    return out, logits, lse
-
-
-def assert_attended(ours, expected, dtype):
-    out, logits, lse = expected
-    assert ours.out.dtype == dtype
-    assert_close(ours.out, out, *TOLERANCE[dtype])
-    assert_close(ours.logits, logits, 1e-4, 1e-3)
-    assert_close(ours.lse, lse, 1e-4, 1e-3)
 
 
 def fits(case):
@@ -258,7 +241,7 @@ def test_masked_slots_are_not_read():
 
 APPENDS = covering(
     {
-        "bits": [(2, 3), (3, 5), (4, 8), (5, 4), (8, 6), (6, None), (None, 2)],
+        "bits": [(2, 3), (3, 5), (4, 8), (5, 4), (8, 6), (6, None), (None, 2), (None, None)],
         "group": list(GROUP_SIZES),
         "dtype": DTYPES,
         "widths": [(128, 256), (64, 96), (576, 512)],
@@ -274,7 +257,7 @@ APPENDS = covering(
 def test_overwrite(case):
     """What is written is what the reference packs, bit for bit; what was there is folded."""
     B, widths, dtype, group = 2, case["widths"], case["dtype"], case["group"]
-    plan = plan_of((9, 5, 7))
+    plan = plan_of((9, 5, 7), evict_every=2)
     heads = list(plan.heads)
     heads[1] = heads[1]._replace(victim=-1)
     plan = replace(plan, heads=tuple(heads))
@@ -293,8 +276,10 @@ def test_overwrite(case):
     expected = [[np.array(bits_of(a)) for a in arrays_of(rows)] for rows in held]
     positions, norms = np.array(slots.positions), np.array(slots.norms)
     lengths = np.array(slots.value_lengths)
-    victims = mx.array(np.random.default_rng(1).integers(0, 5, (B, H, 1)), mx.int32)
+    victims = mx.array(np.random.default_rng(1).integers(0, 5, (B, H, 2)), mx.int32)
     new = [rows_to_pack(B, H, width, dtype) for width in widths]
+    new[0] = mx.contiguous(new[0].swapaxes(1, 2)).swapaxes(1, 2)
+    new[1] = mx.stack([new[1], new[1]], axis=-1).flatten(-2)[..., ::2]
     before = Remainder.empty(B, H, *widths).fold(
         *(mx.random.normal((B, H, 5, width)) for width in widths)
     )

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from harness import recorded
+from launched_on import mask_of
 
 from mlx_h2o.attention.backends import reference
 from mlx_h2o.attention.backends.gpu import METAL
@@ -26,16 +27,6 @@ def operands(shape, dtype=mx.float32):
     k = mx.random.normal((B, Hk, N + 3, D))[:, :, :N]
     v = mx.random.normal((B, Hk, N, Dv))
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
-
-
-def mask_of(kind, shape, dtype):
-    if kind in (None, "causal"):
-        return kind
-    L, N = shape[3:5]
-    visible = (mx.random.uniform(shape=(shape[0], 1, L, N)) > 0.3) & (mx.arange(L)[:, None] != 2)
-    if kind == "bool":
-        return visible
-    return mx.where(visible, 0.5, mx.finfo(dtype).min).astype(dtype)
 
 
 def seed_of(shape):

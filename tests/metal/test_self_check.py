@@ -10,14 +10,7 @@ from broken import BROKEN, harness_gpu
 from mlx_h2o import H2OKVCache, describe, make_policy, make_prompt_cache
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
-from mlx_h2o.attention.backends.self_check import (
-    OUT,
-    Error,
-    Pair,
-    SelfCheck,
-    Tolerance,
-    error,
-)
+from mlx_h2o.attention.backends.self_check import OUT, Error, Pair, SelfCheck, Tolerance, error
 from mlx_h2o.attention.ops import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_scores,

@@ -196,15 +196,7 @@ def test_generate_without_a_cache_is_bounded(installed, loaded):
     """The text is that of a cache made by hand, and not that of an unbounded one."""
     ours = generated(loaded, PROMPT, 24)
     assert generated(loaded, PROMPT, 24, prompt_cache=None) == ours
-    assert (
-        generated(
-            loaded,
-            PROMPT,
-            24,
-            prompt_cache=stock_caches(loaded[0]),
-        )
-        != ours
-    )
+    assert generated(loaded, PROMPT, 24, prompt_cache=stock_caches(loaded[0])) != ours
 
 
 def test_chat_is_bounded(installed, loaded, monkeypatch, capsys):

@@ -26,6 +26,7 @@ from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.layer.saved_state import used_only
 from mlx_h2o.loading.identity import identity_of
+from mutants import parts_of, whole
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
 LAYER = TinyLayer()
@@ -189,18 +190,6 @@ def refused(path: Path, content: bytes) -> str:
     return str(refusal.value)
 
 
-def header_of(content: bytes) -> tuple[dict, bytes]:
-    """A safetensors file's header and data."""
-    size = struct.unpack("<Q", content[:8])[0]
-    return json.loads(content[8 : 8 + size]), content[8 + size :]
-
-
-def with_header(header: dict, data: bytes) -> bytes:
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + data
-
-
 def test_truncated_files_are_refused(saved, tmp_path):
     header = struct.unpack("<Q", saved[:8])[0] + 8
     for length in (0, 1, 7, 8, 9, header // 2, header - 1, header, header + 1, len(saved) - 1):
@@ -233,7 +222,7 @@ def test_mlx_lms_own_files_are_refused_with_the_way_to_load_them(tmp_path):
 
 
 def test_one_flipped_byte_in_the_data_is_noticed(saved, tmp_path):
-    header, data = header_of(saved)
+    header, data = parts_of(saved)
     arrays = {name: entry for name, entry in header.items() if name != "__metadata__"}
     assert {"0.slots.keys", "0.remainder.count", "0.victims"} <= set(arrays)
     for name, entry in arrays.items():  # One in the first and the last byte of every array.
@@ -273,13 +262,13 @@ def test_any_flipped_bit_is_noticed(saved, tmp_path_factory, data):
     ],
 )
 def test_edited_metadata_is_noticed(saved, tmp_path, key, change):
-    header, data = header_of(saved)
+    header, data = parts_of(saved)
     notes = header["__metadata__"]
     old = notes.pop(key, "")
     if change is not None:
         assert change(old) != old
         notes[key] = change(old)
-    message = refused(tmp_path / "edited.safetensors", with_header(header, data))
+    message = refused(tmp_path / "edited.safetensors", whole(header, data))
     expected = {"format": "was not written by mlx_h2o", "version": "format version"}
     assert expected.get(key, "changed or damaged") in message
 
@@ -287,10 +276,10 @@ def test_edited_metadata_is_noticed(saved, tmp_path, key, change):
 def test_edited_metadata_of_an_unused_cache_is_noticed(tmp_path):
     path = tmp_path / "cache.safetensors"
     save_prompt_cache(path, [H2OKVCache(24)])
-    header, data = header_of(path.read_bytes())
+    header, data = parts_of(path.read_bytes())
     notes = header["__metadata__"]
     notes["entries"] = notes["entries"].replace('"max_size": 24', '"max_size": 48')
-    assert "changed or damaged" in refused(path, with_header(header, data))
+    assert "changed or damaged" in refused(path, whole(header, data))
 
 
 # -- state and copies -----------------------------------------------------------------------------
@@ -598,35 +587,25 @@ def test_a_cache_of_plain_rows_can_be_resized():
 
 
 @pytest.mark.parametrize("started", [False, True], ids=["unused", "in use"])
-@pytest.mark.parametrize("target", [3, [24, 3]], ids=str)
-def test_resizing_to_a_budget_without_room_is_refused(target, started):
-    cache = cache_of("h2o", "uniform")
+@pytest.mark.parametrize(
+    ("mode", "target", "text"),
+    [
+        ("uniform", 3, "max_size=3 is too small: it must hold 4 sink"),
+        ("uniform", [24, 3], "max_size=3 is too small: it must hold 4 sink"),
+        ("plain rows", [24, 32], "one budget for all heads"),
+        ("layer", [24, 32], "one budget for all heads"),
+    ],
+)
+def test_resizing_to_budgets_that_cannot_be_is_refused(mode, target, text, started):
+    if mode == "layer":
+        cache = H2OKVCache(24, policy=make_policy("h2o", unit="layer"))
+    else:
+        cache = cache_of("streaming" if mode == "plain rows" else "h2o", mode)
     if started:
         LAYER.feed(cache, 60, chunk=20)
-    with pytest.raises(ValueError, match="max_size=3 is too small: it must hold 4 sink"):
+    with pytest.raises(ValueError, match=text):
         cache.resize(target)
     LAYER.feed(cache, 20)  # It goes on as it was.
-
-
-@pytest.mark.parametrize("started", [False, True], ids=["unused", "in use"])
-def test_resizing_plain_rows_to_several_budgets_is_refused(started):
-    cache = cache_of("streaming", "plain rows")
-    if started:
-        LAYER.feed(cache, 60, chunk=20)
-    with pytest.raises(ValueError, match="one budget for all heads"):
-        cache.resize([24, 32])
-
-
-@pytest.mark.parametrize("started", [False, True], ids=["unused", "in use"])
-def test_a_choice_for_all_heads_at_once_needs_one_budget_for_all(started):
-    policy = make_policy("h2o", unit="layer")
-    with pytest.raises(ValueError, match="one budget for all heads"):
-        H2OKVCache(budgets=[24, 32], policy=policy)
-    cache = H2OKVCache(24, policy=policy)
-    if started:
-        LAYER.feed(cache, 60, chunk=20)
-    with pytest.raises(ValueError, match="one budget for all heads"):
-        cache.resize([24, 32])
 
 
 def test_resizing_needs_a_budget_for_every_head():
@@ -752,6 +731,7 @@ def test_max_size_of_a_model_charges_the_remainder():
             {"budgets": [32, 24], "policy": "streaming", "cls": PlainRowsKVCache},
             "one budget for all heads",
         ),
+        ({"budgets": [24, 32], "policy": "h2o:unit=layer"}, "one budget for all heads"),
     ],
 )
 def test_bad_settings_are_refused_with_what_to_change(arguments, text):

@@ -1,5 +1,8 @@
 """Choosing slots: the lowest priority goes, ties to the oldest position, the protected never."""
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -50,20 +53,17 @@ def worst_first(
     )
 
 
-def victims(
-    priority: np.ndarray, positions: np.ndarray, evictable: np.ndarray, count: int, unit: str
-) -> np.ndarray:
-    """`select_victims` of plain arrays, as slots `[B, H, count]`."""
-    arrays = mx.array(priority), mx.array(positions), mx.array(evictable)
-    return np.array(select_victims(*arrays, count, unit))
+def of_plain_arrays(select: Callable[..., mx.array]) -> Callable[..., np.ndarray]:
+    """A choice of slots `[B, H, count]` from priority, positions and evictable in numpy."""
+
+    def chosen(*case: Any) -> np.ndarray:
+        *arrays, count, unit = case
+        return np.array(select(*map(mx.array, arrays), count, unit))
+
+    return chosen
 
 
-def kept(
-    priority: np.ndarray, positions: np.ndarray, evictable: np.ndarray, count: int, unit: str
-) -> np.ndarray:
-    """`select_kept` of plain arrays, as slots `[B, H, count]`."""
-    arrays = mx.array(priority), mx.array(positions), mx.array(evictable)
-    return np.array(select_kept(*arrays, count, unit))
+victims, kept = of_plain_arrays(select_victims), of_plain_arrays(select_kept)
 
 
 @few

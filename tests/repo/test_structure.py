@@ -144,13 +144,19 @@ def _is_import(node: ast.AST) -> bool:
     return isinstance(node, ast.Import | ast.ImportFrom)
 
 
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All functions with their files."""
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield file, node
+
+
 def test_no_function_is_too_long():
     long = [
         f"{file}: {node.name} has {length} lines"
-        for file, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (length := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION
+        for file, node in functions()
+        if (length := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION
     ]
     assert long == []
 
@@ -181,10 +187,8 @@ REFERS = re.compile(r"\b([Aa]s in|As mlx-lm|[Ss]ee|[Aa]rguments)\b")
 def test_public_functions_of_three_arguments_explain_them():
     silent = [
         f"{file}: {node.name}"
-        for file, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and not node.name.startswith("_")
+        for file, node in functions()
+        if not node.name.startswith("_")
         and len(arguments(node)) >= 3
         and (text := ast.get_docstring(node))  # what overrides another has none
         and "Args:" not in text

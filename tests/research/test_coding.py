@@ -9,15 +9,7 @@ import pytest
 from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.slots.rope import Rope
 from research.coding import SINK_BITS, Entrance, TieredCache
-from research.row_coding import (
-    BLOCK_WIDTHS,
-    SINK,
-    VARIANTS,
-    LayerFit,
-    LayerRows,
-    allocate,
-    codings,
-)
+from research.row_coding import BLOCK_WIDTHS, SINK, VARIANTS, LayerFit, LayerRows, allocate, codings
 
 H, N, D = 2, 256, 32
 

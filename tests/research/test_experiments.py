@@ -22,10 +22,7 @@ RUNS = {
     "coding fit": ((TEXT, *MODEL, *PAIR, "--fits", "OUT"), ""),
     "draw_frames": (("OUT", *MODEL), ""),
     "real_model rows": ((TEXT, *MODEL, *PAIR), "| "),
-    "returning": (
-        (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--prompts", "1"),
-        "| ",
-    ),
+    "returning": ((TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--prompts", "1"), "| "),
 }
 
 

@@ -56,9 +56,7 @@ def logprobs_alone(model: nn.Module, cache: list[Any], prompt: list[int]) -> lis
 
 
 def require_as_alone(
-    model: nn.Module,
-    kinds: Sequence[str],
-    make: Callable[[nn.Module], list[Any]] = bounded,
+    model: nn.Module, kinds: Sequence[str], make: Callable[[nn.Module], list[Any]] = bounded
 ) -> None:
     """Every member of such a batch gives what it gives alone."""
     members = [continued(model, kind, seed, make) for seed, kind in enumerate(kinds)]

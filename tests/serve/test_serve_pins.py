@@ -142,10 +142,7 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, embedded):
         assert holds(shrunk.cache, (first, end))
     with serving(**settings) as running:
         going_on = running.client.completions.create(
-            model=MODEL,
-            prompt=f"{text}{answer} and Anne",
-            max_tokens=40,
-            extra_body=wanted_pins,
+            model=MODEL, prompt=f"{text}{answer} and Anne", max_tokens=40, extra_body=wanted_pins
         )
         assert going_on.usage.prompt_tokens_details.cached_tokens > end
         later = newest(running)

@@ -19,7 +19,7 @@ from mlx_h2o.attention.ops import (
     scaled_dot_product_attention_with_scores,
 )
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.slots.packed import BIASES, BITS, GROUP_SIZES, SCALES, PackedRows
+from mlx_h2o.slots.packed import BIASES, BITS, GROUP_SIZES, SCALES, UNPACKED, PackedRows
 from tiny_models import TinyLayer, tiny_model
 
 D, DV, SCALE = 128, 256, 128**-0.5
@@ -171,7 +171,7 @@ def test_a_width_that_groups_do_not_divide_is_refused():
 LAYER = TinyLayer(heads=2, group=2, key_width=64, value_width=32)
 
 
-def packed_cache(mode: str, policy: str = "distinct", **packing: int) -> H2OKVCache:
+def packed_cache(mode: str, policy: str = "distinct", **packing: int | None) -> H2OKVCache:
     budgets = [24, 40] if mode == "ragged" else [32, 32]
     return H2OKVCache(budgets=budgets, policy=policy, group_size=32, **packing)
 
@@ -206,11 +206,10 @@ def test_a_row_is_packed_once(bits, dtype):
 )
 def test_fused_steps_do_what_the_reference_does(packing, mode, policy):
     fused, plain = (packed_cache(mode, policy, **packing) for _ in range(2))
-    got = [LAYER.feed(fused, count, chunk) for count, chunk in ((50, 25), (120, 1), (30, 30))]
+    feeds = ((50, 25), (120, 1), (30, 30))
+    got = [LAYER.feed(fused, *feed) for feed in feeds]
     with only_reference():
-        expected = [
-            LAYER.feed(plain, count, chunk) for count, chunk in ((50, 25), (120, 1), (30, 30))
-        ]
+        expected = [LAYER.feed(plain, *feed) for feed in feeds]
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(numpy_of(a), numpy_of(b), atol=2e-5)
     for name, array in plain.arrays().items():
@@ -220,24 +219,24 @@ def test_fused_steps_do_what_the_reference_does(packing, mode, policy):
 
 
 def test_memory_really_shrinks_and_bytes_are_those_held():
-    dense_cache, eight, four = (
-        packed_cache("uniform", **p) for p in ({}, {"bits": 8}, {"bits": 4})
-    )
-    for cache in (dense_cache, eight, four):
+    caches = [packed_cache("uniform", bits=bits) for bits in (None, 8, 4)]
+    for cache in caches:
         LAYER.feed(cache, 100)
         assert cache.nbytes == sum(array.nbytes for array in cache.arrays().values())
-    rows = [cache.store.fields["keys"].nbytes for cache in (dense_cache, eight, four)]
+    rows = [cache.store.fields["keys"].nbytes for cache in caches]
     assert rows[0] == 4 * rows[1] == 8 * rows[2]
-    assert dense_cache.nbytes > eight.nbytes > four.nbytes
+    assert caches[0].nbytes > caches[1].nbytes > caches[2].nbytes
 
 
-def test_a_packed_cache_survives_a_file_and_a_copy(tmp_path):
-    cache = packed_cache("ragged", k_bits=8, v_bits=4)
+@pytest.mark.parametrize("recent_bits", [None, UNPACKED])
+def test_a_packed_cache_survives_a_file_and_a_copy(recent_bits, tmp_path):
+    cache = packed_cache("ragged", k_bits=8, v_bits=4, recent_bits=recent_bits)
     LAYER.feed(cache, 80, chunk=20)
-    LAYER.feed(cache, 30)
+    LAYER.feed(cache, 31)
     save_prompt_cache(tmp_path / "cache.safetensors", [cache])
     loaded, twin = load_prompt_cache(tmp_path / "cache.safetensors")[0], copy.deepcopy(cache)
     assert loaded.packing == cache.packing
+    assert loaded.nbytes == cache.nbytes
     outs = [LAYER.feed(each, 40) for each in (cache, loaded, twin)]
     assert mx.array_equal(outs[0], outs[1])
     assert mx.array_equal(outs[0], outs[2])

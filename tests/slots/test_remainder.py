@@ -1,7 +1,7 @@
 """The remainder: evicted tokens go on answering, rightly, whatever they were and however many."""
 
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +47,14 @@ def full_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
     return np.exp(logits - lse[..., None]) @ v, lse
 
 
+def assert_full(out: mx.array, begin: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+    """The outputs of the queries from `begin` on are those over all rows before them."""
+    for i in range(out.shape[2]):
+        seen = begin + i + 1
+        full, _ = full_attention(q[:, :, seen - 1 : seen], k[:, :, :seen], v[:, :, :seen])
+        np.testing.assert_allclose(np.array(out[:, :, i : i + 1]), full, atol=1e-5)
+
+
 def expected_column(q: np.ndarray, keys: np.ndarray, t: float = 4.0) -> np.ndarray:
     """docs/how-it-works/index.md's r in float64, one query head per KV head, from evicted keys."""
     q, keys = q.astype(np.float64), keys.astype(np.float64)
@@ -81,46 +89,25 @@ def test_rows_all_alike_answer_exactly() -> None:
     np.testing.assert_allclose(lse, full_lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("prompt", [1, 40, 64], ids=["decode", "prompt, then decode", "prompt"])
-def test_a_window_over_tokens_all_alike_is_the_full_cache(prompt: int) -> None:
-    """A streaming cache whose evicted tokens are alike gives what an unbounded cache gives."""
-    H, group, budget, sink, total = 2, 2, 12, 3, 64
+@pytest.mark.parametrize(
+    ("calls", "left"),
+    [([1] * 64, 55), ([40, *[1] * 24], 55), ([64], 55), ([30, 9], 21)],
+    ids=["decode", "prompt, then decode", "prompt", "two prompts"],
+)
+def test_a_window_over_tokens_all_alike_is_the_full_cache(calls: list[int], left: int) -> None:
+    """A streaming cache gives what an unbounded one gives where the tokens that left are alike."""
+    H, group, budget, sink, total = 2, 2, 12, 3, sum(calls)
     q = 2 * normal(0, 1, H * group, total, WIDTH)
     k, v = normal(1, 1, H, total, WIDTH), normal(2, 1, H, total, VALUE_WIDTH)
-    # Everything that will have left by the end.
-    middle = slice(sink, total - (budget - sink))
-    k[:, :, middle], v[:, :, middle] = k[:, :, sink : sink + 1], v[:, :, sink : sink + 1]
+    # Those that have left before the last call.
+    k[:, :, sink:left], v[:, :, sink:left] = k[:, :, sink : sink + 1], v[:, :, sink : sink + 1]
     cache = H2OKVCache(budgets=[budget] * H, policy=make_policy("streaming", sink=sink))
-    ends = [prompt, *range(prompt + 1, total + 1)]
-    begin = 0
-    for end in ends:
-        rows = [mx.array(x[:, :, begin:end]) for x in (q, k, v)]
+    for begin, count in zip(accumulate([0, *calls[:-1]]), calls, strict=True):
+        rows = [mx.array(x[:, :, begin : begin + count]) for x in (q, k, v)]
         keys, values = cache.update_and_fetch(*rows[1:])
-        mask = "causal" if end - begin > 1 else None
-        out = np.array(cache.attend(rows[0], keys, values, scale=SCALE, mask=mask))
-        for i in range(begin, end):
-            full, _ = full_attention(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1])
-            np.testing.assert_allclose(out[:, :, i - begin : i - begin + 1], full, atol=1e-5)
-        begin = end
+        mask = "causal" if count > 1 else None
+        assert_full(cache.attend(rows[0], keys, values, scale=SCALE, mask=mask), begin, q, k, v)
     assert cache.evicted == total - budget
-
-
-def test_a_second_prompt_meets_the_remainder_of_the_first() -> None:
-    """Tokens dropped by one prompt chunk answer every query of the next."""
-    H, budget, first, second = 2, 12, 30, 9
-    k, v = normal(1, 1, H, first + second, WIDTH), normal(2, 1, H, first + second, VALUE_WIDTH)
-    dropped = slice(3, first - 9)
-    k[:, :, dropped], v[:, :, dropped] = k[:, :, 3:4], v[:, :, 3:4]
-    q = normal(0, 1, H, first + second, WIDTH)
-    cache = H2OKVCache(budgets=[budget] * H, policy=make_policy("streaming", sink=3))
-    for part in (slice(0, first), slice(first, None)):
-        rows = [mx.array(x[:, :, part]) for x in (q, k, v)]
-        keys, values = cache.update_and_fetch(*rows[1:])
-        out = np.array(cache.attend(rows[0], keys, values, scale=SCALE, mask="causal"))
-    for i in range(second):
-        seen = first + i + 1
-        full, _ = full_attention(q[:, :, seen - 1 : seen], k[:, :, :seen], v[:, :, :seen])
-        np.testing.assert_allclose(out[:, :, i : i + 1], full, atol=1e-5)
 
 
 def test_the_column_is_the_formula() -> None:
@@ -129,12 +116,9 @@ def test_the_column_is_the_formula() -> None:
     remainder = folded(keys)
     for size in (0.1, 1, 10):
         q = size * normal(1, 2, 3, 5, WIDTH)
-        for t, r in (
-            (4.0, remainder.column(mx.array(q), SCALE)),
-            (2.0, remainder.column(mx.array(q), SCALE, 2.0)),
-        ):
-            expected = expected_column(q, keys, t)
-            np.testing.assert_allclose(np.array(r), expected, rtol=1e-5, atol=1e-4)
+        for own, t in (((), 4.0), ((2.0,), 2.0)):
+            r = remainder.column(mx.array(q), SCALE, *own)
+            np.testing.assert_allclose(np.array(r), expected_column(q, keys, t), 1e-5, 1e-4)
 
 
 def test_query_heads_meet_their_own_kv_head() -> None:
@@ -224,25 +208,20 @@ def test_plain_rows_saturate_of_themselves() -> None:
         PlainRowsKVCache(64, policy="keydiff", saturation=0)
 
 
-def column_error(n: int, saturation: float) -> float:
-    """How far the column's logit is from the log-sum-exp of n Gaussian keys, mean over queries."""
-    keys = 0.4 * normal(n, 1, 1, n, WIDTH) + normal(1, 1, 1, 1, WIDTH)
-    q = normal(2, 1, 1, 32, WIDTH)
-    _, lse = full_attention(q, keys, np.zeros_like(keys))
-    r = np.array(folded(keys).column(mx.array(q), SCALE, saturation))
-    return float(np.abs(r - lse).mean())
-
-
 def test_the_column_converges_for_gaussian_keys() -> None:
-    """Unsaturated, r tends to the Gaussian keys' true log-sum-exp as more of them are evicted."""
-    few, more, most = (column_error(n, 1e12) for n in (30, 1_000, 100_000))
+    """Unsaturated, r tends to their true log-sum-exp; with t as shipped it is still near."""
+
+    def error(n: int, saturation: float) -> float:
+        keys = 0.4 * normal(n, 1, 1, n, WIDTH) + normal(1, 1, 1, 1, WIDTH)
+        q = normal(2, 1, 1, 32, WIDTH)
+        _, lse = full_attention(q, keys, np.zeros_like(keys))
+        r = np.array(folded(keys).column(mx.array(q), SCALE, saturation))
+        return float(np.abs(r - lse).mean())
+
+    few, more, most = (error(n, 1e12) for n in (30, 1_000, 100_000))
     assert most < 1e-3 < few
     assert most < more / 2 < few / 4
-
-
-def test_saturation_costs_little_where_the_variance_is_small() -> None:
-    """With t as shipped the logit of many Gaussian keys of small variance is still right."""
-    assert column_error(100_000, 4.0) < 5e-3
+    assert error(100_000, 4.0) < 5e-3
 
 
 # -- folding ---------------------------------------------------------------------------------------
@@ -554,19 +533,14 @@ def test_plain_rows_of_tokens_all_alike_are_the_full_cache(calls: list[int]) -> 
     k[:, :, gone], v[:, :, gone] = k[:, :, sink : sink + 1], v[:, :, sink : sink + 1]
     policy = make_policy("streaming", sink=sink)
     cache = PlainRowsKVCache(budgets=[budget] * H, policy=policy)
-    begin = 0
-    for L in calls:
+    for begin, L in zip(accumulate([0, *calls[:-1]]), calls, strict=True):
         part = slice(begin, begin + L)
         mask = cache.make_mask(L)
         keys, values = cache.update_and_fetch(mx.array(k[:, :, part]), mx.array(v[:, :, part]))
         out, _, _ = scaled_dot_product_attention_with_scores(
             mx.array(q[:, :, part]), keys, values, scale=SCALE, mask=mask
         )
-        for i in range(L):
-            seen = begin + i + 1
-            full, _ = full_attention(q[:, :, seen - 1 : seen], k[:, :, :seen], v[:, :, :seen])
-            np.testing.assert_allclose(np.array(out[:, :, i : i + 1]), full, atol=1e-5)
-        begin += L
+        assert_full(out, begin, q, k, v)
     # The rows come out of the budget.
     assert cache.evicted == total - (budget - rows)
 

@@ -11,6 +11,7 @@ import pytest
 from mlx_h2o import H2OKVCache
 from mlx_h2o.slots import reserved_range
 from mlx_h2o.slots.paged_slots import PagedSlotStore
+from mlx_h2o.slots.reserved_range import bytes_held
 from mlx_h2o.slots.slot_store import GROWTH_STEP
 
 pytestmark = pytest.mark.skipif(
@@ -55,42 +56,32 @@ def addresses(cache):
     return [np.array(fields[n], copy=False).ctypes.data for n in ("keys", "values")]
 
 
-def own_bytes():
-    return reserved_range.bytes_held()
-
-
-def a_life(rows):
-    """Everything that a conversation does to its slots."""
-
-    def live(**settings):
-        cache = begun(rows, **settings)
-        outs = decoded(cache, rows, 300, 30)
-        outs.append(attend(cache, rows, 330, 300))
-        outs += decoded(cache, rows, 630, 5)
-        cache.resize(BUDGET // 3)
-        outs += decoded(cache, rows, 635, 5)
-        other = copy.deepcopy(cache)
-        cache.resize(BUDGET + 100)
-        outs += decoded(cache, rows, 640, 20)
-        outs += decoded(other, rows, 640, 5)
-        outs.append(attend(other, rows, 645, BUDGET))
-        outs += decoded(copy.deepcopy(other), rows, 645 + BUDGET, 3)
-        outs += decoded(other, rows, 645 + BUDGET, 3)
-        return outs
-
-    return live
+def a_life(rows, **settings):
+    """The outputs of everything that a conversation does to its slots."""
+    cache = begun(rows, **settings)
+    outs = decoded(cache, rows, 300, 30)
+    outs.append(attend(cache, rows, 330, 300))
+    outs += decoded(cache, rows, 630, 5)
+    cache.resize(BUDGET // 3)
+    outs += decoded(cache, rows, 635, 5)
+    other = copy.deepcopy(cache)
+    cache.resize(BUDGET + 100)
+    outs += decoded(cache, rows, 640, 20)
+    outs += decoded(other, rows, 640, 5)
+    outs.append(attend(other, rows, 645, BUDGET))
+    outs += decoded(copy.deepcopy(other), rows, 645 + BUDGET, 3)
+    outs += decoded(other, rows, 645 + BUDGET, 3)
+    return outs
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"policy": "h2o"}, {"policy": "streaming"}, {"bits": 8}],
-    ids=str,
+    "settings", [{}, {"policy": "h2o"}, {"policy": "streaming"}, {"bits": 8}], ids=str
 )
 def test_outputs_are_those_of_slots_that_grow_by_copies(rows, settings, monkeypatch):
     monkeypatch.setattr(reserved_range, "FEWEST_BYTES", 0)
-    in_range = a_life(rows)(**settings)
+    in_range = a_life(rows, **settings)
     monkeypatch.setattr(reserved_range, "FEWEST_BYTES", 1 << 60)
-    by_copies = a_life(rows)(**settings)
+    by_copies = a_life(rows, **settings)
     for ours, theirs in zip(in_range, by_copies, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -114,36 +105,36 @@ def test_a_decoder_keeps_the_slots_while_they_grow(rows):
 
 
 def test_what_is_told_is_what_the_pages_take(rows):
-    before = own_bytes()
+    before = bytes_held()
     cache = begun(rows, tokens=100)
     for count in (1, 60, 300):
         decoded(cache, rows, cache.offset, count)
-        held = own_bytes() - before
+        held = bytes_held() - before
         slots = cache.layer.layout.nbytes
         assert slots <= held <= slots + 8 * PAGE
     assert cache.nbytes < 1.1 * cache.layer.layout.capacity * 461 / BUDGET
 
 
 def test_a_smaller_budget_gives_pages_back_at_once(rows):
-    before = own_bytes()
+    before = bytes_held()
     cache = begun(rows, tokens=BUDGET)
-    full, where = own_bytes() - before, addresses(cache)
+    full, where = bytes_held() - before, addresses(cache)
     assert full > 2 * H * BUDGET * WIDTH * 4
     cache.resize(BUDGET // 8)
     mx.eval(list(cache.arrays().values()))
-    left = own_bytes() - before
+    left = bytes_held() - before
     assert left < full / 8 + 16 * PAGE
     assert left <= cache.layer.store.nbytes + 8 * PAGE
     assert addresses(cache) == where  # no second copy was made
 
 
 def test_copies_share_pages_until_one_writes(rows):
-    before = own_bytes()
+    before = bytes_held()
     cache = begun(rows, tokens=BUDGET - 100)
-    whole = own_bytes() - before
+    whole = bytes_held() - before
     copies = [copy.deepcopy(cache) for _ in range(8)]
     outs = [decoded(each, rows, BUDGET - 100, 20) for each in copies]
-    beyond = own_bytes() - before
+    beyond = bytes_held() - before
     assert beyond < whole  # eight copies would be eight times as much
     expected = decoded(begun(rows, tokens=BUDGET - 100), rows, BUDGET - 100, 20)
     np.testing.assert_array_equal(outs, [expected] * 8)
@@ -165,13 +156,13 @@ def test_copies_stay_as_they_were_when_the_first_goes_on(rows):
 
 
 def test_memory_is_given_back_when_a_conversation_ends(rows):
-    before = own_bytes()
+    before = bytes_held()
     cache = begun(rows)
     other = copy.deepcopy(cache)
     decoded(other, rows, 300, 2)
-    assert own_bytes() > before
+    assert bytes_held() > before
     del cache, other
-    assert own_bytes() == before
+    assert bytes_held() == before
 
 
 def test_a_system_without_addresses_is_told_of_once(rows, monkeypatch):
@@ -218,17 +209,12 @@ def test_positions_become_wider_within_a_range(rows):
     assert not reserved_range.is_elsewhere(store.fields["positions"])
 
 
-def test_a_pickled_conversation_goes_on_outside_of_a_range(rows):
+def test_a_pickled_conversation_and_a_state_go_on_outside_of_a_range(rows):
     cache = begun(rows)
-    again = pickle.loads(pickle.dumps(cache))
-    np.testing.assert_array_equal(decoded(again, rows, 300, 5), decoded(cache, rows, 300, 5))
-    assert again.nbytes >= cache.nbytes
-
-
-def test_a_state_goes_on(rows):
-    cache = begun(rows)
-    again = H2OKVCache.from_state(cache.state)
-    np.testing.assert_array_equal(decoded(again, rows, 300, 5), decoded(cache, rows, 300, 5))
+    pickled, restored = pickle.loads(pickle.dumps(cache)), H2OKVCache.from_state(cache.state)
+    outs = [decoded(one, rows, 300, 5) for one in (cache, pickled, restored)]
+    np.testing.assert_array_equal(outs[1:], outs[:1] * 2)
+    assert pickled.nbytes >= cache.nbytes
 
 
 def shared_bytes():
@@ -244,18 +230,18 @@ def shared_bytes():
 
 
 def test_what_copies_shared_goes_with_what_the_last_one_overwrites(rows):
-    before = own_bytes()
+    before = bytes_held()
     cache = begun(rows, tokens=BUDGET)
-    whole = own_bytes() - before
+    whole = bytes_held() - before
     last = copy.deepcopy(cache)
     decoded(last, rows, BUDGET, 2)
     assert shared_bytes() > 0.9 * whole
     del cache
     decoded(last, rows, BUDGET + 2, BUDGET - 70)
-    assert own_bytes() - before + shared_bytes() < 1.15 * whole
-    assert own_bytes() - before > 0.5 * whole  # much was overwritten
+    assert bytes_held() - before + shared_bytes() < 1.15 * whole
+    assert bytes_held() - before > 0.5 * whole  # much was overwritten
     del last
-    assert own_bytes() == before
+    assert bytes_held() == before
     assert shared_bytes() == 0
 
 

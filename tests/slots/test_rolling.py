@@ -124,33 +124,23 @@ def test_a_file_remembers_the_rope(tmp_path):
     assert greedy_tokens(model, loaded, more, 9) == greedy_tokens(model, cache, more, 9)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("gpt2", "have another one than mlx.nn.RoPE, or none"),
-        ("llama4_text", "have another one than mlx.nn.RoPE, or none"),
-        ("phimoe", "have another one than mlx.nn.RoPE, or none"),
-        ("hunyuan", "have another one than mlx.nn.RoPE, or none"),
-        ("deepseek_v3", "omit positions"),
-        ("phi3small", "blocks of places"),
-    ],
-)
-def test_models_without_a_plain_rope_in_every_layer_are_refused(name, reason):
-    with pytest.raises(ValueError, match=reason):
-        make_prompt_cache(coverage_model(name), max_size=64, **ROLLING)
+NO_PLAIN_ROPE = ("gpt2", "llama4_text", "phimoe", "hunyuan")
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("name", "settings", "reason"),
     [
-        ({"positions": "rolling", "remainder": True}, "remainder=False"),
-        ({**ROLLING, "bits": 8}, "omit bits"),
-        ({"positions": "relative"}, 'positions must be "absolute" or "rolling"'),
+        *((name, ROLLING, "another one than mlx.nn.RoPE, or none") for name in NO_PLAIN_ROPE),
+        ("deepseek_v3", ROLLING, "omit positions"),
+        ("phi3small", ROLLING, "blocks of places"),
+        ("llama", {"positions": "rolling", "remainder": True}, "remainder=False"),
+        ("llama", {**ROLLING, "bits": 8}, "omit bits"),
+        ("llama", {"positions": "relative"}, 'positions must be "absolute" or "rolling"'),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(given, reason):
+def test_models_and_settings_without_it_are_refused(name, settings, reason):
     with pytest.raises(ValueError, match=reason):
-        make_prompt_cache(coverage_model("llama"), max_size=64, **given)
+        make_prompt_cache(coverage_model(name), max_size=64, **settings)
 
 
 def test_a_remainder_that_is_only_a_default_is_turned_off():

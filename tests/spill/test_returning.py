@@ -9,12 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import conversation_rows
+from conversation_rows import HEADS, QUERIES, WIDTH, attended, rows_of
 from mlx_h2o import H2OKVCache, Profile, Spill, load, make_prompt_cache
 from mlx_h2o.budgets.plan import FEWEST_CHOICES
 from mlx_h2o.budgets.profile import FILE_NAME
 from mlx_h2o.evaluate.facts import recall_task
 from mlx_h2o.loading.load import CALIBRATION_TEXT, EMBEDDED_MODEL, MODELS
-from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.packed import dense
 from mlx_h2o.slots.pins import true_positions
 from mlx_h2o.slots.remainder import Remainder
@@ -23,33 +24,12 @@ from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of
 from mlx_h2o.spill.setting import Returns
 from research.returning import recall
 
-HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
 OFTEN = Returns(every=8, window=4, pages=2, rows=8, ahead=4)
 
 
-def rows_of(count, seed, dtype=mx.float32):
-    shape = (1, HEADS, count, WIDTH)
-    k, v = (
-        mx.random.normal(shape, dtype, key=key) for key in mx.random.split(mx.random.key(seed), 2)
-    )
-    q = mx.random.normal((1, QUERIES, count, WIDTH), dtype, key=mx.random.key(seed + 10**6))
-    return q, k, v
-
-
-def attended(cache, q, k, v):
-    length = k.shape[2]
-    k, v = cache.update_and_fetch(k, v)
-    out = cache.attend(q, k, v, scale=SCALE, mask=None if length == 1 else "causal")
-    mx.eval(out)
-    return out
-
-
-def cache_of(folder, returns=OFTEN, frame=False, **options):
-    if frame:
-        options["frame"] = Frame.of(rows_of(200, 99)[1])
-    size = {} if "budgets" in options else {"max_size": 48}
+def cache_of(folder, returns=OFTEN, **options):
     spill = None if folder is None else Spill(folder, returns=returns)
-    return H2OKVCache(spill=spill, policy="salient", **{**size, **options})
+    return conversation_rows.cache_of(spill, policy="salient", **options)
 
 
 def positions_of(cache, head):

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from conversation_rows import HEADS, SCALE, WIDTH, attended, cache_of, rows_of
 from mlx_h2o import H2OKVCache, Spill, load, make_prompt_cache, save_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.budgets.cost import RowWidths
@@ -17,7 +18,6 @@ from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.layer import returning
-from mlx_h2o.slots.key_scaling import Frame
 from mlx_h2o.slots.pins import true_positions
 from mlx_h2o.spill import row_file
 from mlx_h2o.spill.conversation_rows import SpillStopped
@@ -27,8 +27,6 @@ from mlx_h2o.spill.setting import TOGETHER
 from rows_for_files import wait_for
 from tiny_models import tiny_model
 
-HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
-
 
 @pytest.fixture(autouse=True)
 def _no_rows_come_back(monkeypatch):
@@ -36,20 +34,8 @@ def _no_rows_come_back(monkeypatch):
     monkeypatch.setattr(returning, "is_due", lambda *_: False)
 
 
-def rows_of(count, seed, dtype=mx.float32):
-    keys = mx.random.key(seed)
-    shape = (1, HEADS, count, WIDTH)
-    k, v = (mx.random.normal(shape, dtype, key=key) for key in mx.random.split(keys, 2))
-    q = mx.random.normal((1, QUERIES, count, WIDTH), dtype, key=mx.random.key(seed + 10**6))
-    return q, k, v
-
-
 def step(cache, count, seed, dtype=mx.float32):
-    q, k, v = rows_of(count, seed, dtype)
-    k, v = cache.update_and_fetch(k, v)
-    out = cache.attend(q, k, v, scale=SCALE, mask=None if count == 1 else "causal")
-    mx.async_eval(out)
-    return out
+    return attended(cache, *rows_of(count, seed, dtype))
 
 
 def bits_of(array):
@@ -87,19 +73,12 @@ STORES = {
 }
 
 
-def cache_of(spill, frame=False, dtype=mx.float32, **options):
-    if frame:
-        options["frame"] = Frame.of(rows_of(200, 99)[1])
-    size = {} if "budgets" in options else {"max_size": 48}
-    return H2OKVCache(spill=spill, **{**size, **options})
-
-
 @pytest.mark.few(5)
 @pytest.mark.parametrize("reference", [False, True], ids=["fused", "definition"])
 @pytest.mark.parametrize("store", STORES)
 def test_what_slots_hold_is_in_the_file(tmp_path, store, reference):
-    options = STORES[store]
-    dtype = options.get("dtype", mx.float32)
+    options = dict(STORES[store])
+    dtype = options.pop("dtype", mx.float32)
     context = only_reference() if reference else warnings.catch_warnings()
     with context:
         cache, plain = cache_of(tmp_path, **options), cache_of(None, **options)
@@ -303,7 +282,7 @@ def test_caches_of_every_kind_have_their_rows_in_the_file(tmp_path, family):
 
 def test_rows_that_wait_for_the_file_are_counted_and_few(tmp_path, monkeypatch):
     dtype, dense = mx.float16, 2 * 2 * WIDTH
-    cache = cache_of(tmp_path, bits=6, dtype=dtype)
+    cache = cache_of(tmp_path, bits=6)
     step(cache, 40, 0, dtype)
     rows, open_again = cache.spill.conversation, threading.Event()
     stored = rows.file.forms[0].row_bytes
