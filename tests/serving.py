@@ -1,12 +1,14 @@
 """`mlx_h2o serve` in a thread of the tests' process."""
 
 import copy
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
+from http.client import HTTPConnection
 from typing import Any
 
 import mlx.core as mx
@@ -84,6 +86,21 @@ def serving(**settings: Any) -> Iterator[Running]:
         ready[0].httpd.shutdown()
         thread.join(60)
         assert not thread.is_alive()
+
+
+def exchange(
+    port: int, path: str, body: Any = None, method: str | None = None, **headers: str
+) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON or text, and headers of an answer to GET, or to POST where there is a body."""
+    text = body if isinstance(body, bytes | None) else json.dumps(body)
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    with closing(HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
+        connection.request(method or ("GET" if body is None else "POST"), path, text, names)
+        response = connection.getresponse()
+        answer: Any = response.read().decode()
+    if response.getheader("content-type") == "application/json":
+        answer = json.loads(answer)
+    return response.status, answer, {name.lower(): value for name, value in response.getheaders()}
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:

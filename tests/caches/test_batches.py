@@ -222,19 +222,14 @@ def test_a_batch_shares_memory_with_what_it_was_made_of_and_changes_none_of_it()
     for cache in (*batch.caches, *(member.alone for member in members)):
         together |= cache.pieces()
     assert sum(together.values()) == batch.nbytes  # all of it is shared
-    for first in range(60, 63):
-        q, k, v = (
-            mx.concatenate(x) for x in zip(*(m.layer.at(first) for m in members), strict=True)
-        )
-        keys, values = batch.update_and_fetch(k, v)
-        mx.eval(batch.attend(q, keys, values, scale=1.0))
-    taken = batch.extract(0)
-    held = {name: mx.array(a) for name, a in taken.arrays().items()}
-    q, k, v = (mx.concatenate(x) for x in zip(*(m.layer.at(63) for m in members), strict=True))
-    mx.eval(batch.attend(q, *batch.update_and_fetch(k, v), scale=1.0))
-    for cache, arrays in zip(
-        [taken, *(member.alone for member in members)], [held, *before], strict=True
-    ):
+    for at in range(60, 64):
+        if at == 63:
+            taken = batch.extract(0)
+            held = {name: mx.array(a) for name, a in taken.arrays().items()}
+        q, k, v = (mx.concatenate(x) for x in zip(*(m.layer.at(at) for m in members), strict=True))
+        mx.eval(batch.attend(q, *batch.update_and_fetch(k, v), scale=1.0))
+    untouched = [taken, *(member.alone for member in members)]
+    for cache, arrays in zip(untouched, [held, *before], strict=True):
         for name, array in cache.arrays().items():
             assert mx.array_equal(array, arrays[name]), name
 
@@ -243,21 +238,22 @@ def test_a_batch_shares_memory_with_what_it_was_made_of_and_changes_none_of_it()
 
 
 def test_what_cannot_be_a_batch_is_refused():
-    with pytest.raises(ValueError, match="made of H2OKVCaches; got a KVCache"):
-        BatchH2OKVCache.merge([H2OKVCache(40), mlx_lm_cache.KVCache()])
-    with pytest.raises(ValueError, match="got a PlainRowsKVCache"):
-        BatchH2OKVCache.merge([PlainRowsKVCache(40, policy="keydiff")])
-    two = H2OKVCache(40)
+    two, rows = H2OKVCache(40), mx.zeros((3, 2, 1, 8))
     TinyLayer(batch=2).feed(two, 3)
-    with pytest.raises(ValueError, match="got one of 2 sequences"):
-        two.merge([two])
+    plain_rows = PlainRowsKVCache(40, policy="keydiff")
     batch = BatchH2OKVCache([H2OKVCache(40), H2OKVCache(40)])
-    with pytest.raises(ValueError, match="cannot take in a BatchKVCache"):
-        batch.extend(mlx_lm_cache.BatchKVCache([0]))
-    with pytest.raises(ValueError, match="Rows of 3 sequences came for a batch of 2"):
-        batch.update_and_fetch(mx.zeros((3, 2, 1, 8)), mx.zeros((3, 2, 1, 8)))
-    with pytest.raises(ValueError, match="needs lengths"):
-        batch.prepare(right_padding=[1, 0])
+    for text, call in {
+        "made of H2OKVCaches; got a KVCache": lambda: batch.merge(
+            [H2OKVCache(40), mlx_lm_cache.KVCache()]
+        ),
+        "got a PlainRowsKVCache": lambda: BatchH2OKVCache.merge([plain_rows]),
+        "got one of 2 sequences": lambda: two.merge([two]),
+        "cannot take in a BatchKVCache": lambda: batch.extend(mlx_lm_cache.BatchKVCache([0])),
+        "Rows of 3 sequences came for a batch of 2": lambda: batch.update_and_fetch(rows, rows),
+        "needs lengths": lambda: batch.prepare(right_padding=[1, 0]),
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            call()
     batch.update_and_fetch(mx.zeros((2, 2, 1, 8)), mx.zeros((2, 2, 1, 8)))
     for change in (
         lambda: batch.filter([0]),

@@ -60,10 +60,7 @@ def refusal(options, capsys, after_work=False):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["generate", "--max-kv-sise", "3"],
-            "no option --max-kv-sise. Did you mean --max-kv-size?",
-        ),
+        (["generate", "--max-kv-sise", "3"], "--max-kv-sise. Did you mean --max-kv-size?"),
         (["generat"], "there is no command 'generat'. Did you mean generate?"),
         (["gen"], "there is no command 'gen'. Did you mean generate?"),
         (["generate", "words"], "there is no place for 'words'"),
@@ -82,10 +79,7 @@ def refusal(options, capsys, after_work=False):
         ([*PROMPT, "--policy", "h2o:bits=8"], "bits is no field of a policy: --kv-bits"),
         (["serve", "--port", "99999999"], "--port must be at most 65535; got 99999999"),
         (["serve", "--port", "-1"], "--port must be at least 0; got -1"),
-        (
-            ["serve", "--model", "builtin:recall-4m", "--alias", "a=b"],
-            "--alias a=b: there is no --model b",
-        ),
+        (["serve", *EMBEDDED, "--alias", "a=b"], "--alias a=b: there is no --model b"),
         (["inspect", "--tokens", "1e3"], "--tokens: it must be a whole number; got '1e3'"),
         (["benchmarks", "--rounds", "0"], "--rounds must be at least 1"),
         (["generate"], 'a prompt is needed: --prompt "Once upon a time", or --prompt -'),
@@ -388,17 +382,6 @@ def test_a_signal_while_a_class_is_defined_is_no_error(kind, code, monkeypatch, 
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "\nstopped\n"
-
-
-def test_programs_that_import_the_package_keep_their_ctrl_c():
-    # Said before, since a process in the background may have begun with Ctrl-C ignored.
-    program = (
-        "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import mlx_h2o\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_streamed_text_ends_with_a_newline(capsys):

@@ -19,17 +19,7 @@ from mlx_h2o.loading.load import SAMPLE_TEXT
 # Long enough that a cache of 48 evicts while it is read.
 PROMPT = " ".join(SAMPLE_TEXT.read_text(encoding="utf-8").split()[:60])
 GENERATE = ["generate", "--model", "builtin:recall-4m"]
-SMALL = [
-    *GENERATE,
-    "--prompt",
-    PROMPT,
-    "--max-kv-size",
-    "48",
-    "--max-tokens",
-    "12",
-    "--reading",
-    "once",
-]
+SMALL = [*GENERATE, "--prompt", PROMPT, *"--max-kv-size 48 --max-tokens 12 --reading once".split()]
 
 
 def as_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -41,9 +31,7 @@ def as_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
 
 def generated(embedded: tuple[Any, Any], cache: list[Any], prompt: str) -> tuple[str, list[int]]:
     model, tokenizer = embedded
-    responses = list(
-        stream_generate(model, tokenizer, prompt, max_tokens=12, prompt_cache=cache)
-    )  # fmt: skip
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=12, prompt_cache=cache))
     return "".join(r.text for r in responses), [r.token for r in responses]
 
 

@@ -15,7 +15,7 @@ from covering import covering
 from mlx_h2o import load, make_policy, make_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.policies import policy_names
-from tiny_models import prompt_tokens, tiny_model
+from tiny_models import prefill, prompt_tokens, tiny_model
 
 # The module; mlx_lm.generate is a function of that name.
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
@@ -203,22 +203,19 @@ def test_caches_that_mlx_lm_makes_are_checked_too():
 
 
 def test_uninstall_puts_mlx_lms_functions_back():
-    lru = mlx_lm_cache.LRUPromptCache
-    ours = [
-        mlx_lm_generate.speculative_generate_step,
-        mlx_lm_cache.trim_prompt_cache,
-        mlx_lm_cache.can_trim_prompt_cache,
-        lru.fetch_nearest_cache,
-        lru.insert_cache,
-    ]
+    def functions():
+        lru = mlx_lm_cache.LRUPromptCache
+        return [
+            mlx_lm_generate.speculative_generate_step,
+            mlx_lm_cache.trim_prompt_cache,
+            mlx_lm_cache.can_trim_prompt_cache,
+            lru.fetch_nearest_cache,
+            lru.insert_cache,
+        ]
+
+    ours = functions()
     mlx_h2o.uninstall()
-    theirs = [
-        mlx_lm_generate.speculative_generate_step,
-        mlx_lm_cache.trim_prompt_cache,
-        mlx_lm_cache.can_trim_prompt_cache,
-        lru.fetch_nearest_cache,
-        lru.insert_cache,
-    ]
+    theirs = functions()
     assert [function.__wrapped__ for function in ours] == theirs
     assert not any(hasattr(function, "__wrapped__") for function in theirs)
 
@@ -232,8 +229,7 @@ def test_all_layers_are_trimmed_or_none():
     small, large = (make_prompt_cache(model, size, undo=4)[0] for size in (24, 300))
     cache = [large, small]
     model(mx.array([prompt_tokens(60)]), cache=cache)
-    for token in (1, 2, 3):
-        mx.eval(model(mx.array([[token]]), cache=cache))
+    prefill(model, cache, [1, 2, 3], 1)
     assert (large.trimmable, small.trimmable) == (63, 3)
     assert mlx_lm_cache.can_trim_prompt_cache(cache)
     for n in (4, 40):
@@ -253,8 +249,7 @@ def test_a_sliding_window_that_has_moved_on_is_an_error():
     """mlx-lm alone would take nothing back, say nothing, and go on with the rejected tokens."""
     model = tiny_model("gemma3_text")
     cache = make_prompt_cache(model, 32, undo=4)
-    for token in prompt_tokens(30):
-        mx.eval(model(mx.array([[token]]), cache=cache))
+    prefill(model, cache, prompt_tokens(30), 1)
     with pytest.raises(ValueError, match="own RotatingKVCache cannot be trimmed"):
         mlx_lm_cache.trim_prompt_cache(cache, 1)
 
@@ -262,8 +257,7 @@ def test_a_sliding_window_that_has_moved_on_is_an_error():
 def test_what_mlx_lm_made_is_trimmed_as_ever():
     model = tiny_model("gemma3_text")
     cache = mlx_lm_cache.make_prompt_cache(model)
-    for token in prompt_tokens(30):
-        mx.eval(model(mx.array([[token]]), cache=cache))
+    prefill(model, cache, prompt_tokens(30), 1)
     assert mlx_lm_cache.trim_prompt_cache(cache, 1) == 0
     cache = mlx_lm_cache.make_prompt_cache(tiny_model("llama"))
     tiny_model("llama")(mx.array([[1, 2, 3]]), cache=cache)
@@ -282,9 +276,8 @@ def test_the_lru_cache_goes_back_only_where_nothing_was_evicted(undo):
 
     def cached(count):
         cache = make_prompt_cache(model, 48, undo=undo)
-        model(mx.array([tokens[: count - 3]]), cache=cache)
-        for token in tokens[count - 3 : count]:
-            mx.eval(model(mx.array([[token]]), cache=cache))
+        prefill(model, cache, tokens[: count - 3], count)
+        prefill(model, cache, tokens[count - 3 : count], 1)
         return cache
 
     lru.insert_cache("model", tokens[:20], cached(20))

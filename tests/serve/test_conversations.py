@@ -40,6 +40,13 @@ def read(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
     return logits
 
 
+def having_read(model: Any, tokens: list[int], **settings: Any) -> list[Any]:
+    """Caches of a model that has read these tokens."""
+    cache = made(model, **settings)
+    read(model, cache, tokens)
+    return cache
+
+
 def place(tokens: list[int], label: str = "a", pins: Any = (), model: str = "m") -> Place:
     return Place(Mark(label, tuple(pins), model), key_of(tokens))
 
@@ -79,12 +86,9 @@ class Store(Conversations):
 
 def test_a_cache_serves_its_own_continuation_and_is_not_changed_by_it(model):
     tokens = prompt_tokens(90)
-    conversations, cache = Store(model), made(model)
-    read(model, cache, tokens[:70])
-    alone = mlx_h2o.make_prompt_cache(model, SIZE)
-    read(model, alone, tokens[:70])
+    conversations, alone = Store(model), having_read(model, tokens[:70])
     expected = read(model, alone, tokens[70:])
-    conversations.put(tokens[:70], cache)
+    conversations.put(tokens[:70], having_read(model, tokens[:70]))
     for _ in range(2):
         taken, rest = conversations.fetch(tokens)
         assert rest == tokens[70:]
@@ -94,9 +98,7 @@ def test_a_cache_serves_its_own_continuation_and_is_not_changed_by_it(model):
 def test_the_longest_is_taken_and_one_token_is_always_left(model):
     tokens, conversations = prompt_tokens(60), Store(model)
     for count in (20, 45, 60):
-        cache = made(model)
-        read(model, cache, tokens[:count])
-        conversations.put(tokens[:count], cache)
+        conversations.put(tokens[:count], having_read(model, tokens[:count]))
     assert conversations.prefix_of(tokens) == 45
     assert conversations.prefix_of([*tokens, 5]) == 60
     assert conversations.prefix_of(tokens[:46]) == 45
@@ -107,8 +109,7 @@ def test_the_longest_is_taken_and_one_token_is_always_left(model):
 def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, undo):
     """The last three tokens were steps; a fourth was not asked to be undone."""
     tokens = prompt_tokens(70)
-    conversations, cache = Store(model), made(model, undo=undo)
-    read(model, cache, tokens[:67])
+    conversations, cache = Store(model), having_read(model, tokens[:67], undo=undo)
     for token in tokens[67:]:
         read(model, cache, [token])
     conversations.put(tokens, cache)
@@ -118,8 +119,7 @@ def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, und
     assert conversations.prefix_of([*tokens[:66], 1 + tokens[66] % 100, 3]) == 0
     if undo:
         taken, rest = conversations.fetch(other)
-        alone = made(model, undo=undo)
-        read(model, alone, tokens[:67])
+        alone = having_read(model, tokens[:67], undo=undo)
         expected = [read(model, alone, [token]) for token in rest]
         given = [read(model, taken, [token]) for token in rest]
         assert all(mx.array_equal(a, b) for a, b in zip(given, expected, strict=True))
@@ -127,9 +127,7 @@ def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, und
 
 def test_caches_of_other_settings_are_not_gone_on_with(model):
     tokens, conversations = prompt_tokens(30), Store(model)
-    cache = made(model)
-    read(model, cache, tokens[:20])
-    conversations.put(tokens[:20], cache, label="b")
+    conversations.put(tokens[:20], having_read(model, tokens[:20]), label="b")
     assert conversations.prefix_of(tokens) == 0
     assert conversations.prefix_of(tokens, label="b") == 20
     assert label_of({"max_size": 3, "undo": 2}) == label_of({"undo": 2, "max_size": 3})
@@ -156,9 +154,7 @@ def test_a_pinned_prefix_serves_prompts_that_pin_the_same_of_it(
 ):
     tokens = prompt_tokens(90)
     conversations = Store(model, tmp_path)
-    cache = made(model, pins=own, **ROOMY)
-    read(model, cache, tokens[:80])
-    conversations.put(tokens[:80], cache, pins=own)
+    conversations.put(tokens[:80], having_read(model, tokens[:80], pins=own, **ROOMY), pins=own)
     if files:
         conversations = Store(model, tmp_path)
     taken, rest = conversations.fetch(tokens, pins=wanted, **ROOMY)
@@ -176,9 +172,7 @@ def test_a_pinned_prefix_serves_prompts_that_pin_the_same_of_it(
 def test_many_sessions_share_a_prefix_and_its_bytes(model):
     """A snapshot before the first eviction: copies hold its arrays until they go on."""
     tokens, conversations = prompt_tokens(30), Store(model)
-    cache = made(model)
-    read(model, cache, tokens)
-    conversations.put(tokens, cache, "system")
+    conversations.put(tokens, having_read(model, tokens), "system")
     once = conversations.nbytes
     copies = [conversations.fetch([*tokens, i])[0] for i in range(5)]
     together: dict[int, int] = {}
@@ -190,8 +184,7 @@ def test_many_sessions_share_a_prefix_and_its_bytes(model):
         for token in prompt_tokens(40, seed=i):
             ends.append(read(model, taken, [token]))
         assert taken[0].evicted > 0
-    again = made(model)
-    read(model, again, tokens)
+    again = having_read(model, tokens)
     for token in prompt_tokens(40, seed=4):
         expected = read(model, again, [token])
     assert mx.array_equal(ends[-1], expected)
@@ -203,9 +196,7 @@ def test_snapshots_go_first_then_conversations_shrink_then_the_oldest_go(model):
     prompts = [prompt_tokens(80, seed=seed) for seed in range(3)]
     for tokens in prompts:
         for count, kind in ((60, "prompt"), (80, "turn")):
-            cache = made(model)
-            read(model, cache, tokens[:count])
-            conversations.put(tokens[:count], cache, kind)
+            conversations.put(tokens[:count], having_read(model, tokens[:count]), kind)
     whole = conversations.nbytes
     conversations.room(whole - 1)
     assert (len(conversations), conversations.shrunk) == (5, 0)
@@ -230,8 +221,7 @@ def test_a_prompt_stays_until_its_answer_is_kept(model):
     tokens = [prompt_tokens(70, seed=i) for i in range(3)]
     conversations = Store(model)
     for i, kind in enumerate(("turn", "turn", "prompt")):
-        cache = made(model)
-        read(model, cache, tokens[i])
+        cache = having_read(model, tokens[i])
         conversations.put(tokens[i], cache, kind)
     conversations.room(sum(pieces_of(cache).values()))
     (entry,) = conversations.entries
@@ -241,9 +231,7 @@ def test_a_prompt_stays_until_its_answer_is_kept(model):
 def test_what_made_room_comes_back_from_its_file_as_it_was(model, tmp_path):
     tokens = prompt_tokens(80)
     conversations = Store(model, tmp_path)
-    cache = made(model)
-    read(model, cache, tokens[:70])
-    conversations.put(tokens[:70], cache)
+    conversations.put(tokens[:70], having_read(model, tokens[:70]))
     taken, rest = conversations.fetch(tokens)
     expected = read(model, taken, rest)
     for left in (conversations.nbytes - 1, 0):  # shrunk, then gone
@@ -257,9 +245,8 @@ def test_what_made_room_comes_back_from_its_file_as_it_was(model, tmp_path):
 
 
 def test_damaged_sessions_are_left_aside(model, tmp_path):
-    tokens, conversations, cache = prompt_tokens(50), Store(model, tmp_path), made(model)
-    read(model, cache, tokens[:40])
-    conversations.put(tokens[:40], cache)
+    tokens, conversations = prompt_tokens(50), Store(model, tmp_path)
+    conversations.put(tokens[:40], having_read(model, tokens[:40]))
     (path,) = tmp_path.glob("*.safetensors")
     whole = path.read_bytes()
     (tmp_path / "torn.safetensors").write_bytes(whole[:100])
@@ -273,8 +260,7 @@ def test_damaged_sessions_are_left_aside(model, tmp_path):
 def test_the_file_of_an_earlier_turn_goes_when_the_client_has_the_later_one(model, tmp_path):
     tokens, conversations = prompt_tokens(60), Store(model, tmp_path)
     for count in (20, 40, 60):
-        cache = made(model)
-        read(model, cache, tokens[:count])
+        cache = having_read(model, tokens[:count])
         turn = replace(TURN, name=f"cmpl-{count}")
         conversations.keep(place(tokens[:count]), cache, "turn", turn)
     assert len(list(tmp_path.iterdir())) == 3  # no client is known to have any answer

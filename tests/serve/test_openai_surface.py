@@ -3,10 +3,8 @@
 `.ci/run` installs the last two, which are large; without them their tests are skipped.
 """
 
-import json
 from collections.abc import Iterator
 from functools import partial
-from http.client import HTTPConnection
 from typing import Any, Literal
 
 import openai
@@ -18,7 +16,7 @@ from mlx_h2o.serve.answer import AnswerText
 from mlx_h2o.serve.pins import NO_PINS
 from mlx_h2o.serve.protocol import Chat
 from mlx_h2o.serve.request import Request
-from serving import MODEL, Running, serving, words, wrapped
+from serving import MODEL, Running, exchange, serving, words, wrapped
 
 #: Tokens of an answer whose request gives no number.
 ANSWER = 20
@@ -163,11 +161,9 @@ def test_anthropics_client_hears_what_there_is(server):
 
 def test_other_endpoints_say_what_there_is(server):
     for path in ("/v1/responses", "/v1/embeddings"):
-        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("POST", path, "{}")
-        response = connection.getresponse()
-        assert response.status == 404
-        assert path in json.loads(response.read())["error"]["message"]
+        status, answer, _ = exchange(server.port, path, {})
+        assert status == 404
+        assert path in answer["error"]["message"]
 
 
 # -- tool calls -----------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """The server's page in a real Chromium: by mouse and keyboard, light and dark, wide and narrow."""
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import mlx_h2o
 from mlx_h2o.evaluate.page import page as report_page
 from mlx_h2o.evaluate.report import Curves, Section, Table
 from mlx_h2o.serve.memory import most_bytes
-from serving import MODEL, SIZE, Running, serving, until, words
+from serving import MODEL, SIZE, Running, exchange, serving, until, words
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
@@ -87,9 +85,7 @@ def say(page: Page, text: str) -> None:
 
 
 def fetched(server: Running, path: str = "") -> Any:
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", f"/h2o/conversations{path}")
-    return json.loads(connection.getresponse().read())
+    return exchange(server.port, f"/h2o/conversations{path}")[1]
 
 
 def newest(server: Running) -> Any:

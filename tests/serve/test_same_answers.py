@@ -25,7 +25,7 @@ from benchmarks.random_requests import (
 from mlx_h2o.serve.model import chunk_of
 from mlx_h2o.serve.sampling import Sampler
 from mlx_h2o.serve.sequence import Sequence
-from serving import MODEL, Running, alone, serving, until, words
+from serving import MODEL, Running, alone, exchange, serving, until, words
 
 #: Slots in which nothing that these tests ask is evicted, and in which nearly all of it is.
 ROOMY, NARROW = 4096, 40
@@ -148,12 +148,9 @@ def test_an_answer_is_continued_with_its_own_tokens_after_a_restart_too(tmp_path
 def test_a_prompt_beyond_training_is_a_400_unless_it_is_wanted():
     body = {"prompt": words(0, 2000), "max_tokens": 1}
     with serving() as server:
-        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        response = connection.getresponse()
-        error = json.loads(response.read())["error"]
-        assert (response.status, error["code"]) == (400, "context_length_exceeded")
-        assert "--long-prompts" in error["message"]
+        status, answer, _ = exchange(server.port, "/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "--long-prompts" in answer["error"]["message"]
         rolling = {"max_size": 48, "positions": "rolling", "remainder": False, "bits": 16}
         assert answer_of(server, body | {"mlx_h2o": rolling})[1] == "length"
     with serving(long_prompts=True) as server:

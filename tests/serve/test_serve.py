@@ -23,7 +23,7 @@ from mlx_h2o.serve.access import AccessRules
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.settings import EngineSettings
-from serving import MODEL, SIZE, Running, alone, serving, until, words
+from serving import MODEL, SIZE, Running, alone, exchange, serving, until, words
 from tiny_models import tiny_model
 
 
@@ -147,13 +147,9 @@ def test_an_unknown_model_is_a_404_and_an_alias_is_known(plain):
 )
 def test_what_cannot_be_honoured_is_refused_with_the_reason(plain, extra, message):
     body = {"model": MODEL, "prompt": words(0, 9), "max_tokens": 2} | extra
-    connection = HTTPConnection("127.0.0.1", plain.port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    assert answer.status == (200 if message is None else 400), text
-    if message is not None:
-        assert message in json.dumps(json.loads(text), ensure_ascii=False)
+    status, answer, _ = exchange(plain.port, "/v1/completions", body)
+    assert status == (200 if message is None else 400), answer
+    assert message is None or message in answer["error"]["message"]
     assert plain.scheduler.is_alive
 
 
@@ -216,9 +212,7 @@ def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(em
         assert scheduler.conversations.forgotten > 0
         with pytest.raises(openai.BadRequestError, match="send a smaller max_size"):
             running.ask(words(0, 9), extra_body={"mlx_h2o": {"max_size": 4096}})
-        metrics = HTTPConnection("127.0.0.1", running.port, timeout=60)
-        metrics.request("GET", "/metrics")
-        text = metrics.getresponse().read().decode()
+        text = exchange(running.port, "/metrics")[1]
         value = {
             name: float(re.search(rf"^mlx_h2o_{name}(?:{{.*}})? (\S+)$", text, re.M)[1])
             for name in ("kv_bytes_bound", "kv_bytes_peak", "generated_tokens_total", "queue")

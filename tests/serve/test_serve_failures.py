@@ -12,7 +12,7 @@ import pytest
 
 from mlx_h2o import H2OKVCache
 from mlx_h2o.serve.sampling import Sampler
-from serving import Running, alone, serving, until, words
+from serving import Running, alone, exchange, serving, until, words
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,7 @@ def server() -> Iterator[Running]:
 
 
 def health(running: Running) -> tuple[int, dict[str, Any]]:
-    connection = HTTPConnection("127.0.0.1", running.port, timeout=60)
-    connection.request("GET", "/health")
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
+    return exchange(running.port, "/health")[:2]
 
 
 class Breaking:

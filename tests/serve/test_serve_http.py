@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from http.client import HTTPConnection
 from typing import Any
 
 import openai
@@ -28,7 +27,7 @@ from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.listening import Certificate, ConnectionLimits
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.settings import EngineSettings
-from serving import MODEL, SIZE, Running, serving, until, words
+from serving import MODEL, SIZE, Running, exchange, serving, until, words
 
 #: Short enough for tests, and long beside what the machine needs.
 PATIENCE = 1.0
@@ -39,19 +38,6 @@ def server() -> Iterator[Running]:
     limits = ConnectionLimits(connections=40, headers=PATIENCE, reading=PATIENCE)
     with serving(limits=limits, rules=AccessRules(largest=100_000, patience=PATIENCE)) as running:
         yield running
-
-
-def exchange(
-    port: int, path: str, body: Any = None, method: str | None = None, **headers: str
-) -> tuple[int, Any, dict[str, str]]:
-    """Status, JSON and headers of an answer."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    text = body if isinstance(body, bytes | None) else json.dumps(body)
-    connection.request(method or ("GET" if body is None else "POST"), path, text, headers)
-    response = connection.getresponse()
-    answer = response.read()
-    headers = dict(response.getheaders())
-    return response.status, json.loads(answer) if answer else None, headers
 
 
 def is_error(answer: Any, status: int) -> bool:
@@ -393,7 +379,7 @@ def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_ru
 
 def values_in(port: int) -> dict[str, float]:
     """What /metrics says of bytes."""
-    text = raw_exchange(port, b"GET /metrics HTTP/1.0\r\n\r\n").decode()
+    text = exchange(port, "/metrics")[1]
     find = r"^mlx_h2o_kv_bytes_{} (\S+)$"
     return {
         name: float(re.search(find.format(name), text, re.M)[1]) for name in ("running", "idle")

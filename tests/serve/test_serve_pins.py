@@ -1,10 +1,8 @@
 """Pins through the server: found in the prompt, kept through all that happens, refused with why."""
 
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from typing import Any
 
 import openai
@@ -15,7 +13,7 @@ from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.serve.memory import most_bytes
 from mlx_h2o.serve.pins import PinRequest
-from serving import MODEL, SIZE, Running, alone, serving, until, words
+from serving import MODEL, SIZE, Running, alone, exchange, serving, until, words
 from tiny_models import kept_positions
 
 # Alike in all layers: a profile gives some so few slots that a sentence is too many.
@@ -175,18 +173,10 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, embedded):
     ],
 )
 def test_pins_that_cannot_be_had_are_refused_with_why(server, wanted_pins, message):
-    body = {
-        "model": MODEL,
-        "prompt": words(0, 60),
-        "max_tokens": 1,
-        "mlx_h2o": {"pins": wanted_pins},
-    }
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    assert answer.status == (200 if message is None else 400), text
-    assert message is None or message in text.replace("\\\\", "\\")
+    body = {"prompt": words(0, 60), "max_tokens": 1, "mlx_h2o": {"pins": wanted_pins}}
+    status, answer, _ = exchange(server.port, "/v1/completions", body)
+    assert status == (200 if message is None else 400), answer
+    assert message is None or message in answer["error"]["message"]
     until(lambda: server.scheduler.ledger.reserved == 0)
     assert server.scheduler.is_alive
 

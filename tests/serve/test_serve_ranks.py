@@ -1,6 +1,5 @@
 """The server whose model two processes share: the same answers, and a page that stops neither."""
 
-import json
 import os
 import re
 import signal
@@ -9,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o.serve import views
 from mlx_h2o.serve.ranks import require_shareable
-from serving import MODEL, SIZE, alone, words
+from serving import MODEL, SIZE, alone, exchange, words
 
 COMMAND = Path(sys.executable).with_name("mlx_h2o")
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
@@ -66,14 +64,6 @@ def interrupt(process: subprocess.Popen[str]) -> None:
     raise AssertionError("Ctrl-C does not end the ranks")
 
 
-def fetch(port: int, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=120)
-    text = None if body is None else json.dumps(body)
-    connection.request("GET" if body is None else "POST", path, text)
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
-
-
 def client_of(port: int) -> Any:
     url = f"http://127.0.0.1:{port}/v1"
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
@@ -95,15 +85,15 @@ def test_two_ranks_answer_as_one_while_the_page_looks():
         first = ask(prompts[0])
         place = f"/h2o/conversations/{first.id}"
         answers = [pool.submit(ask, prompt) for prompt in prompts]
-        looks = [fetch(port, place)]
+        looks = [exchange(port, place)]
         while not all(answer.done() for answer in answers):
-            looks.append(fetch(port, place))
-        assert {status for status, _ in looks} == {200}
+            looks.append(exchange(port, place))
+        assert {status for status, *_ in looks} == {200}
         answer = looks[0][1]
         assert answer["processes"] == 2
         heads = [len(entry.budgets) for entry in mlx_h2o.make_prompt_cache(loaded[0], SIZE)]
         assert [layer["heads"] for layer in answer["layers"]] == [count // 2 for count in heads]
-        half = fetch(port, f"{place}/half")
+        half = exchange(port, f"{place}/half")
         assert half[0] == 200
         assert half[1]["bytes"] < answer["bytes"]
         expected = [alone(loaded, prompt) for prompt in prompts]
@@ -124,7 +114,7 @@ def test_two_ranks_answer_as_one_while_the_page_looks():
 
 def refused_on_ranks(port: int, place: str, client: Any) -> None:
     """A click would change one rank alone; a request by itself could not be ended on both."""
-    status, answer = fetch(port, f"{place}/pins", {"pin": [[0, 4]]})
+    status, answer, _ = exchange(port, f"{place}/pins", {"pin": [[0, 4]]})
     assert status == 400
     assert "several processes share the model" in answer["error"]["message"]
     pins = {"mlx_h2o": {"max_size": SIZE, "pins": {"texts": ["no such words"]}}}
@@ -145,10 +135,10 @@ def test_layers_that_choose_together_are_looked_at_but_not_tried():
             model=MODEL, prompt=words(0, 70), max_tokens=2, temperature=0
         )
         place = f"/h2o/conversations/{answer.id}"
-        assert fetch(port, place)[0] == 200
-        status, answer = fetch(port, f"{place}/half")
+        assert exchange(port, place)[0] == 200
+        status, answer, _ = exchange(port, f"{place}/half")
         assert (status, 'unit="layer"' in answer["error"]["message"]) == (400, True)
-        assert fetch(port, place)[0] == 200
+        assert exchange(port, place)[0] == 200
 
 
 @pytest.mark.slow

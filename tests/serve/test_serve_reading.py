@@ -19,7 +19,7 @@ from mlx_h2o.serve import scheduler
 from mlx_h2o.serve.launch import ServerSettings, serve
 from mlx_h2o.serve.memory import Ledger, most_bytes
 from mlx_h2o.serve.settings import EngineSettings
-from serving import MODEL, Running, serving, until, words, wrapped
+from serving import MODEL, Running, exchange, serving, until, words, wrapped
 
 SETTINGS = {"max_size": 80}
 FACT = "The secret number of Mary Lane is"
@@ -96,9 +96,7 @@ def test_a_stream_counts_both_readings():
     body = {"prompt": PROMPT, "max_tokens": 2, "stream": True, "reading": "twice"}
     body["stream_options"] = {"include_usage": True}
     with serving(defaults=SETTINGS, chunk=100) as server:
-        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        lines = connection.getresponse().read().decode().split("\n\n")
+        lines = exchange(server.port, "/v1/completions", body)[1].split("\n\n")
     progress = [line.split()[-1].split("/") for line in lines if line.startswith(": keepalive")]
     done, whole = zip(*((int(a), int(b)) for a, b in progress), strict=True)
     usage = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])["usage"]

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from serving import MODEL, Running, serving, words
+from serving import MODEL, Running, exchange, serving, words
 
 PINS = {"spans": [[0, 5], [7, 9]]}
 #: Lets the model generate the tokens of two letters alone.
@@ -153,11 +152,7 @@ def openai_client(port: int) -> openai.OpenAI:
 
 
 def pins_of(port: int, name: str) -> list[list[int]]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", f"/h2o/conversations/{name}")
-    outline = json.loads(connection.getresponse().read())
-    connection.close()
-    return list(outline["pins"])
+    return list(exchange(port, f"/h2o/conversations/{name}")[1]["pins"])
 
 
 def talk(one: Client, client: openai.OpenAI, drawn: random.Random) -> None:

@@ -1,10 +1,8 @@
 """What the server tells of its idle conversations, to whom, and pins set there."""
 
 import copy
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from mlx_h2o.serve.access import AccessRules, is_loopback
 from mlx_h2o.serve.conversations import pieces_of
 from mlx_h2o.serve.errors import ApiError
 from mlx_h2o.serve.keys import tokens_of
-from serving import MODEL, Running, serving, words
+from serving import MODEL, Running, exchange, serving, words
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +24,9 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def fetch(
-    server: Running, path: str, body: Any = None, **headers: str
-) -> tuple[int, dict[str, Any]]:
-    """Status and answer of GET, or of POST where there is a body."""
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    text = body if isinstance(body, bytes | None) else json.dumps(body)
-    names = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request("GET" if body is None else "POST", path, text, names)
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
+def fetch(server: Running, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Status and answer."""
+    return exchange(server.port, path, body, **headers)[:2]
 
 
 def chat(server: Running, *chat_answer: str, tokens: int = 6, **options: Any) -> Any:
@@ -370,13 +361,10 @@ def test_a_phone_with_the_key_sees_the_page():
 
 
 def test_the_page_runs_nothing_but_its_own(server):
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", "/")
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    assert answer.status == 200
-    assert answer.getheader("Content-Type") == "text/html; charset=utf-8"
-    policy = answer.getheader("Content-Security-Policy")
+    status, text, headers = exchange(server.port, "/")
+    assert status == 200
+    assert headers["content-type"] == "text/html; charset=utf-8"
+    policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert "http" not in policy
