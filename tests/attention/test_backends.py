@@ -5,7 +5,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -70,9 +70,7 @@ def a_conversation() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("breaks", BROKEN, ids=lambda breaks: breaks.__name__)
-def test_without_the_kernels_everything_works_and_says_once_why(
-    breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch, request
-):
+def test_without_the_kernels_everything_works_and_says_once_why(breaks, monkeypatch, request):
     expected = a_conversation()
     request.getfixturevalue("fresh_choice")
     breaks(monkeypatch)

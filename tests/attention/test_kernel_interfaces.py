@@ -30,7 +30,7 @@ def block(folder: str, start: str) -> str:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_reads_what_it_declares(kernel: str) -> None:
+def test_a_kernel_reads_what_it_declares(kernel):
     buffers, body = interface(kernel), kernel_text(kernel, "metal").body
     names = [*buffers.inputs, *buffers.outputs]
     assert len(names) == len(set(names))
@@ -51,7 +51,7 @@ def test_a_kernel_reads_what_it_declares(kernel: str) -> None:
         ("out x optional float", "device float* x = nullptr;"),
     ],
 )
-def test_declarations(line: str, stands_in: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declarations(line, stands_in, monkeypatch):
     text = f"functions\n//! buffers\n//! {line}\n//! body\n"
     monkeypatch.setattr("mlx_h2o.attention.backends.interface.kernel_file", lambda _: text)
     found = interface.__wrapped__("made up")
@@ -64,14 +64,14 @@ def test_declarations(line: str, stands_in: str | None, monkeypatch: pytest.Monk
     "line",
     ["in", "inout x", "in x y", "in x optional float dense", "in x optional float strided y"],
 )
-def test_other_declarations_are_refused(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_declarations_are_refused(line, monkeypatch):
     text = f"functions\n//! buffers\n//! {line}\n//! body\n"
     monkeypatch.setattr("mlx_h2o.attention.backends.interface.kernel_file", lambda _: text)
     with pytest.raises(ValueError, match=r"declares no buffer|cannot be declared"):
         interface.__wrapped__("made up")
 
 
-def test_a_launch_passes_what_is_declared() -> None:
+def test_a_launch_passes_what_is_declared():
     launcher = Launcher(lambda **_: pytest.fail("It was built."), "metal")
     x, out = mx.zeros(8), {"out": ((8,), mx.float32), "lse": ((8,), mx.float32)}
     right = {"params": x, "partials": x, "partial_lses": x}
@@ -89,7 +89,7 @@ def test_a_launch_passes_what_is_declared() -> None:
 ENGINE = "c_api/src"
 
 
-def test_scores_are_numbered_alike() -> None:
+def test_scores_are_numbered_alike():
     numbers = defines("priority.h")
     scores = [name for name in numbers if name.startswith("SCORE_")]
     assert [numbers[name] for name in scores] == list(range(len(scores)))
@@ -98,7 +98,7 @@ def test_scores_are_numbered_alike() -> None:
     assert re.findall(r"\w+", block(ENGINE, "enum class Score {")) == names
 
 
-def test_priorities_are_numbered_alike() -> None:
+def test_priorities_are_numbered_alike():
     numbers = defines("priority.h")
     priorities = [name for name in numbers if name.startswith("BY_")]
     assert [numbers[name] for name in priorities] == list(range(len(priorities)))
@@ -108,7 +108,7 @@ def test_priorities_are_numbered_alike() -> None:
     assert re.findall(r"\w+", block(ENGINE, "enum class Priority {")) == names
 
 
-def test_masks_and_exports_are_numbered_alike() -> None:
+def test_masks_and_exports_are_numbered_alike():
     names = ("NO_MASK", "CAUSAL", "ARRAY_MASK")
     assert defines("masks.h") == {name: getattr(attention_launches, name) for name in names}
     exports = ("EXPORT_NOTHING", "EXPORT_LSE", "EXPORT_LOGITS")
@@ -118,7 +118,7 @@ def test_masks_and_exports_are_numbered_alike() -> None:
     assert re.findall(r"\w+", of_c) == ["nothing", "lse", "logits"]
 
 
-def test_sizes_of_tiles_are_alike() -> None:
+def test_sizes_of_tiles_are_alike():
     numbers = defines("logit_tile.h")
     side = numbers["TILE"] // numbers["SQUARE"]
     sizes = (numbers["TILE"], side * side)

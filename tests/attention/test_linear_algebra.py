@@ -73,9 +73,7 @@ def left_right(m: int, n: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarra
 @given(
     m=SIZES, n=SIZES, k=SIZES, trans_a=st.booleans(), trans_b=st.booleans(), seed=st.integers(0, 9)
 )
-def test_products_are_those_of_numpy(
-    m: int, n: int, k: int, trans_a: bool, trans_b: bool, seed: int
-) -> None:
+def test_products_are_those_of_numpy(m, n, k, trans_a, trans_b, seed):
     a, b = left_right(m, n, k, seed)
     x = mx.array(np.ascontiguousarray(a.T)).T if trans_a else mx.array(a)
     y = mx.array(np.ascontiguousarray(b.T)).T if trans_b else mx.array(b)
@@ -93,7 +91,7 @@ def test_products_are_those_of_numpy(
 @pytest.mark.parametrize(
     "shape", [(1, 1200, 576), (128, 1536, 576), (1030, 64, 130), (400, 400, 400)]
 )
-def test_threads_change_no_bit(shape: tuple[int, int, int]) -> None:
+def test_threads_change_no_bit(shape):
     from mlx_h2o import _ext
 
     a, b = map(mx.array, left_right(*shape, seed=1))
@@ -108,7 +106,7 @@ def test_threads_change_no_bit(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.usefixtures("openblas")
-def test_lapack_is_replaced_too() -> None:
+def test_lapack_is_replaced_too():
     rng = np.random.default_rng(2)
     a = rng.standard_normal((40, 40)).astype(np.float32)
     s = a @ a.T + 40 * np.eye(40, dtype=np.float32)
@@ -138,14 +136,14 @@ def hidden(module: str) -> str:
     return f"import sys; sys.modules[{module!r}] = None\n{SAY}"
 
 
-def test_openblas_is_used_unless_told_otherwise() -> None:
+def test_openblas_is_used_unless_told_otherwise():
     name, line = in_subprocess(SAY).split("; ")
     assert name.startswith("OpenBLAS ")
     assert line == "None"
     assert in_subprocess(SAY, MLX_H2O_BLAS="reference") == "reference BLAS; None"
 
 
-def test_a_built_in_model_is_loaded_with_openblas() -> None:
+def test_a_built_in_model_is_loaded_with_openblas():
     program = (
         "import mlx_h2o; mlx_h2o.load('builtin:recall-4m'); "
         "from mlx_h2o._blas import blas; print(blas())"
@@ -153,22 +151,22 @@ def test_a_built_in_model_is_loaded_with_openblas() -> None:
     assert in_subprocess(program, HF_HUB_OFFLINE="1").startswith("OpenBLAS ")
 
 
-def test_what_is_installed_and_not_used_is_advised() -> None:
+def test_what_is_installed_and_not_used_is_advised():
     program = "import mlx_h2o; from mlx_h2o._blas import advice; print(advice())"
     assert in_subprocess(program).endswith("To use OpenBLAS: mlx_h2o.use_openblas()")
 
 
-def test_without_the_package_nothing_changes_and_one_line_says_how() -> None:
+def test_without_the_package_nothing_changes_and_one_line_says_how():
     name, line = in_subprocess(hidden("scipy_openblas32")).split("; ")
     assert name == "reference BLAS"
     assert "pip install scipy-openblas32" in line
 
 
-def test_without_the_extension_nothing_changes() -> None:
+def test_without_the_extension_nothing_changes():
     assert in_subprocess(hidden("mlx_h2o._ext")) == "unknown; None"
 
 
-def test_a_blas_that_was_chosen_stays(tmp_path: Path) -> None:
+def test_a_blas_that_was_chosen_stays(tmp_path):
     linked = next(Path(mx.__file__).parent.parent.glob("mlx*.libs/libblas*"))
     chosen = tmp_path / "libchosen.so"
     shutil.copy(linked, chosen)
@@ -177,14 +175,14 @@ def test_a_blas_that_was_chosen_stays(tmp_path: Path) -> None:
     assert said == "libchosen.so; None"
 
 
-def test_another_setting_is_refused() -> None:
+def test_another_setting_is_refused():
     with pytest.raises(subprocess.CalledProcessError) as failed:
         in_subprocess(SAY, MLX_H2O_BLAS="fast")
     assert "MLX_H2O_BLAS is 'fast'" in failed.value.stderr
 
 
 @pytest.mark.usefixtures("openblas")
-def test_a_library_that_is_no_openblas_changes_nothing() -> None:
+def test_a_library_that_is_no_openblas_changes_nothing():
     from mlx_h2o import _ext
 
     _ext.restore_blas()

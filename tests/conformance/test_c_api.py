@@ -138,7 +138,7 @@ def replay_damaged(folder: Path, golden: Path) -> subprocess.CompletedProcess[st
     ],
     indirect=["engine"],
 )
-def test_every_golden_vector_is_replayed(engine: Path, options: tuple[str, ...]) -> None:
+def test_every_golden_vector_is_replayed(engine, options):
     """Kept positions exactly, outputs within tolerance, no bad access, no leak, flat memory."""
     done = replay(engine, GOLDEN, *options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -160,7 +160,7 @@ def test_every_golden_vector_is_replayed(engine: Path, options: tuple[str, ...])
     ],
     indirect=["engine"],
 )
-def test_conversations(engine: Path, what: str) -> None:
+def test_conversations(engine, what):
     """Bit by bit: drafts taken back, steps that are looked at, frames; a reduced prompt's memory.
 
     Undo for every kind of policy and store: after any number of tokens of a draft was taken back
@@ -171,22 +171,20 @@ def test_conversations(engine: Path, what: str) -> None:
 
 
 @over_both
-def test_wrong_arguments_are_refused(engine: Path) -> None:
+def test_wrong_arguments_are_refused(engine):
     """Each argument of every function, made wrong in every way: an error, and nothing changed."""
     succeed(engine / "tests" / "arguments", "refuse")
 
 
 @over_both
-def test_the_program_evaluates(engine: Path, host_gpu: dict[str, str]) -> None:
+def test_the_program_evaluates(engine, host_gpu):
     """All that the library evaluates goes through the evaluator of the program, which may fail."""
     succeed(engine / "tests" / "evaluator")
     succeed(engine / "tests" / "evaluator", "gpu", **host_gpu)
 
 
 @over_both
-def test_settings_and_kinds_of_errors(
-    engine: Path, host_gpu: dict[str, str], tmp_path: Path
-) -> None:
+def test_settings_and_kinds_of_errors(engine, host_gpu, tmp_path):
     """All that a cache was made with; kernels for one cache and not for another."""
     succeed(engine / "tests" / "getters")
     told = tmp_path / "launches"
@@ -197,7 +195,7 @@ def test_settings_and_kinds_of_errors(
 
 
 @over_both
-def test_masks_and_rows(engine: Path, host_gpu: dict[str, str], tmp_path: Path) -> None:
+def test_masks_and_rows(engine, host_gpu, tmp_path):
     """Masks as arrays; rows, positions and arrays held, which fused steps go on beside."""
     succeed(engine / "tests" / "looking")
     told = tmp_path / "launches"
@@ -207,7 +205,7 @@ def test_masks_and_rows(engine: Path, host_gpu: dict[str, str], tmp_path: Path) 
 
 
 @over_both
-def test_own_policies_chunks_pins_and_views(engine: Path) -> None:
+def test_own_policies_chunks_pins_and_views(engine):
     """A policy of functions is H2O where they are; a chunk's end goes back; rows are not copied."""
     succeed(engine / "tests" / "own")
 
@@ -289,7 +287,7 @@ def oldest_first(arrays: dict[str, mx.array], config: dict[str, Any]) -> dict[st
 @pytest.mark.few(9)
 @over_both
 @pytest.mark.parametrize("name", SAVED)
-def test_a_cache_that_python_saved_goes_on(engine: Path, tmp_path: Path, name: str) -> None:
+def test_a_cache_that_python_saved_goes_on(engine, tmp_path, name):
     """In C as in Python, and then in Python again: outputs, positions and arrays are the same."""
     ours = begun(name)
     tokens = [rows_of(10 + i, heads, STEPS_AFTER) for i, heads in enumerate((4, 2, 2))]
@@ -356,9 +354,7 @@ def changed_state(
 @over_both
 @pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("rounds", [6, pytest.param(60, marks=pytest.mark.slow)])
-def test_what_no_cache_saved_is_refused(
-    engine: Path, tmp_path: Path, name: str, rounds: int
-) -> None:
+def test_what_no_cache_saved_is_refused(engine, tmp_path, name, rounds):
     """Whatever is changed is refused as a saved cache, or is one and goes on; no bad access."""
     cache = begun(name)
     tokens = [rows_of(10 + i, heads, 3) for i, heads in enumerate((4, 2, 2))]
@@ -372,7 +368,7 @@ def test_what_no_cache_saved_is_refused(
 
 @pytest.mark.few(7)
 @over_both
-def test_prompt_cache_files_are_those_of_python(engine: Path, tmp_path: Path) -> None:
+def test_prompt_cache_files_are_those_of_python(engine, tmp_path):
     """Each language reads what the other wrote, with the texts kept beside the caches."""
     caches = [begun(name) for name in SAVED]
     texts = {"title": 'über "x"\n\t', "\U0001f600": "{}"}
@@ -387,7 +383,7 @@ def test_prompt_cache_files_are_those_of_python(engine: Path, tmp_path: Path) ->
 
 
 @over_both
-def test_damaged_prompt_cache_files_are_refused(engine: Path, tmp_path: Path) -> None:
+def test_damaged_prompt_cache_files_are_refused(engine, tmp_path):
     """A changed bit or a cut is an error; a write that fails leaves the old file, and no other."""
     path = tmp_path / "in.safetensors"
     save_prompt_cache(path, [begun("salient")])
@@ -405,24 +401,24 @@ def test_damaged_prompt_cache_files_are_refused(engine: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "settings", ["", "{", "[]", "[" * 5000, '{"a": 1e}', "nul", '{"runs": NaN}', '"\\', "1 2"]
 )
-def test_what_is_no_json_is_refused(engine: Path, tmp_path: Path, settings: str) -> None:
+def test_what_is_no_json_is_refused(engine, tmp_path, settings):
     path = tmp_path / "in.safetensors"
     written(path, begun("short").arrays(), settings, [rows_of(1, 2, 1)] * 3)
     assert "refused" in succeed(engine / "tests" / "saved", "refuse", path)
 
 
-def test_a_compiled_function_is_refused(over_mlx: Path) -> None:
+def test_a_compiled_function_is_refused(over_mlx):
     succeed(over_mlx / "tests" / "tracing")
 
 
 @over_both
-def test_copies_and_other_slots(engine: Path) -> None:
+def test_copies_and_other_slots(engine):
     """A copy goes on bit by bit as the original would; other slots hold what they may."""
     succeed(engine / "tests" / "copies")
 
 
 @over_both
-def test_prompts_that_are_read_twice(engine: Path, tmp_path: Path) -> None:
+def test_prompts_that_are_read_twice(engine, tmp_path):
     """Within the bound after both readings or a part of them; wrong arguments change nothing."""
     succeed(engine / "tests" / "twice", tmp_path)
 
@@ -430,13 +426,13 @@ def test_prompts_that_are_read_twice(engine: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "engine", ["over_mlx", pytest.param("over_mlx_c", marks=pytest.mark.slow)], indirect=True
 )
-def test_files_of_rows(engine: Path, tmp_path: Path) -> None:
+def test_files_of_rows(engine, tmp_path):
     """Tokens taken back, copies, failures: the conversation goes on, and no file is left."""
     succeed(engine / "tests" / "rows", "check", tmp_path)
 
 
 @over_both
-def test_rows_in_the_file_are_those_of_python(engine: Path, tmp_path: Path) -> None:
+def test_rows_in_the_file_are_those_of_python(engine, tmp_path):
     """Bit by bit, also in a block that tokens taken back opened again."""
     tokens, out = 75, tmp_path / "out"
     out.mkdir()
@@ -468,7 +464,7 @@ FUZZED_CALLS = 3000
     ("calls", "seed"),
     [(FUZZED_CALLS, 1), pytest.param(20 * FUZZED_CALLS, 2, marks=pytest.mark.slow)],
 )
-def test_random_arguments(engine: Path, calls: int, seed: int) -> None:
+def test_random_arguments(engine, calls, seed):
     """Sequences of calls, arguments right and wrong: each refused, or right and then run."""
     told = succeed(engine / "tests" / "arguments", "fuzz", calls, seed)
     refused = int(told.split(",")[1].split()[0])
@@ -530,7 +526,7 @@ BROKEN_WAYS = {
     ],
     indirect=["engine"],
 )
-def test_a_broken_kernel_is_not_used(engine: Path, host_gpu: dict[str, str], way: str) -> None:
+def test_a_broken_kernel_is_not_used(engine, host_gpu, way):
     """It is caught, with one notice; the outputs are those of MLX's operations."""
     done = conversed(engine, host_gpu, way=way)
     assert done.returncode == 0, done.stderr
@@ -550,7 +546,7 @@ def test_a_broken_kernel_is_not_used(engine: Path, host_gpu: dict[str, str], way
 @pytest.mark.parametrize(
     "engine", [pytest.param("over_mlx", marks=pytest.mark.slow), "over_mlx_c"], indirect=True
 )
-def test_sound_kernels_are_checked_and_used(engine: Path, host_gpu: dict[str, str]) -> None:
+def test_sound_kernels_are_checked_and_used(engine, host_gpu):
     report = json.loads(conversed(engine, host_gpu).stdout)
     assert report["fused"]
     assert report["same"]
@@ -560,7 +556,7 @@ def test_sound_kernels_are_checked_and_used(engine: Path, host_gpu: dict[str, st
     assert len(report["verdicts"]) == 4  # a prompt with and without mass, steps, scores
 
 
-def test_kernels_are_checked_once_or_never(over_mlx_c: Path, host_gpu: dict[str, str]) -> None:
+def test_kernels_are_checked_once_or_never(over_mlx_c, host_gpu):
     report = json.loads(conversed(over_mlx_c, host_gpu, mode="never").stdout)
     assert {v["why"] for v in report["verdicts"]} == {"not checked (MLX_H2O_VERIFY=never)"}
     done = conversed(over_mlx_c, host_gpu, mode="sometimes")
@@ -612,9 +608,7 @@ QUICK_OVER_MLX_C = ("attention", "turns")
     ],
     indirect=["engine"],
 )
-def test_golden_vectors_by_the_gpu_kernels(
-    engine: Path, host_gpu: dict[str, str], tmp_path: Path, group: str
-) -> None:
+def test_golden_vectors_by_the_gpu_kernels(engine, host_gpu, tmp_path, group):
     """The kernels' own text, launched from C, run lane by lane on the host harness."""
     replayer, told = engine / "tests" / "replay", tmp_path / "launches"
     done = run(
@@ -629,7 +623,7 @@ def test_golden_vectors_by_the_gpu_kernels(
 
 @pytest.mark.slow
 @over_both
-def test_undo_on_a_gpu(engine: Path, host_gpu: dict[str, str], tmp_path: Path) -> None:
+def test_undo_on_a_gpu(engine, host_gpu, tmp_path):
     """Op by op around the attention kernels, on the host harness; no fused step."""
     told = tmp_path / "launches"
     succeed(engine / "tests" / "conversations", "gpu", **host_gpu, HOST_GPU_RECORD=str(told))
@@ -639,9 +633,7 @@ def test_undo_on_a_gpu(engine: Path, host_gpu: dict[str, str], tmp_path: Path) -
 
 
 @over_both
-def test_launches_are_those_of_python(
-    engine: Path, host_gpu: dict[str, str], tmp_path: Path
-) -> None:
+def test_launches_are_those_of_python(engine, host_gpu, tmp_path):
     """Sizes, template arguments, integers and texts, on four GPUs (tools/record_launches.py)."""
     fixture = ROOT / "swift" / "Tests" / "MLXH2OTests" / "Fixtures" / "launches.json"
     recorded = [
@@ -675,8 +667,8 @@ def test_launches_are_those_of_python(
     ("tokens", "heads", "ours"), [(1030, 4, True), (1030, 2, False), (600, 4, False)]
 )
 def test_grouped_queries_over_many_keys_go_to_our_kernel(
-    over_mlx: Path, host_gpu: dict[str, str], tmp_path: Path, tokens: int, heads: int, ours: bool
-) -> None:
+    over_mlx, host_gpu, tmp_path, tokens, heads, ours
+):
     """MLX's attention takes two passes over them, which were seen to give garbage (mlx#4022)."""
     told = tmp_path / "launched"
     environment = host_gpu | {"HOST_GPU_RECORD": str(told)}
@@ -708,7 +700,7 @@ def copied(tmp_path: Path) -> Path:
 @pytest.mark.few(9)
 @over_both
 @pytest.mark.parametrize("group", PERTURBED)
-def test_a_perturbed_golden_vector_fails(engine: Path, copied: Path, group: str) -> None:
+def test_a_perturbed_golden_vector_fails(engine, copied, group):
     """One number of one array."""
     path = str(copied / f"{group}.safetensors")
     arrays, metadata = mx.load(path, return_metadata=True)
@@ -726,7 +718,7 @@ def test_a_perturbed_golden_vector_fails(engine: Path, copied: Path, group: str)
 
 
 @over_both
-def test_damaged_golden_files_are_refused(engine: Path, copied: Path) -> None:
+def test_damaged_golden_files_are_refused(engine, copied):
     def text(change: Callable[[str], str]) -> None:
         path = copied / "cases.txt"
         path.write_text(change((GOLDEN / "cases.txt").read_text()))
@@ -770,7 +762,7 @@ target_link_libraries(consumer PRIVATE mlx_h2o::mlx_h2o)
 
 
 @over_both
-def test_the_first_example_bounds_a_layer(engine: Path) -> None:
+def test_the_first_example_bounds_a_layer(engine):
     """The program of which docs/reference/c.md shows lines."""
     program = (ROOT / "c_api" / "examples" / "bound.c").read_text()
     page = (ROOT / "docs" / "reference" / "c.md").read_text()
@@ -782,7 +774,7 @@ def test_the_first_example_bounds_a_layer(engine: Path) -> None:
 
 
 @over_both
-def test_a_conversation_is_saved(engine: Path, tmp_path: Path) -> None:
+def test_a_conversation_is_saved(engine, tmp_path):
     """The example of c.md; Python reads its file."""
     path = tmp_path / "conversation.safetensors"
     assert succeed(engine / "examples" / "save", path) == "A letter: the same\n"
@@ -796,7 +788,7 @@ def test_a_conversation_is_saved(engine: Path, tmp_path: Path) -> None:
 
 
 @over_both
-def test_a_prompt_is_compressed(engine: Path) -> None:
+def test_a_prompt_is_compressed(engine):
     """By what is installed alone: sinks and the newest rows stay, rows are in order."""
     lines = succeed(engine / "examples" / "compress").splitlines()
     assert len(lines) == 2
@@ -809,7 +801,7 @@ def test_a_prompt_is_compressed(engine: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_installs_for_cmake_and_pkg_config(tmp_path: Path) -> None:
+def test_it_installs_for_cmake_and_pkg_config(tmp_path):
     """A program built outside, each way, runs; the example decodes in bounded memory."""
     prefix = tmp_path / "prefix"
     folder = built("release", f"-DCMAKE_INSTALL_PREFIX={prefix}", "-DMLX_H2O_C_TESTS=OFF")

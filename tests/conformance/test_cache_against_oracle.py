@@ -157,9 +157,7 @@ CONVERSATION = [14, *[1] * 14, 4, *[1] * 8, 25, *[1] * 6]
     ids=["per head", "ragged", "per layer"],
 )
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_follows_the_oracle(
-    name: str, unit: str, budgets: list[int], remainder: bool
-) -> None:
+def test_every_policy_follows_the_oracle(name, unit, budgets, remainder):
     """Outputs, kept positions, next victims and scores agree after every call."""
     policy = make_policy(POLICIES[name], unit=unit)
     shape = Shape(kv_heads=2, group=2)
@@ -170,7 +168,7 @@ def test_every_policy_follows_the_oracle(
 
 
 @pytest.mark.parametrize("name", ["distinct", "h2o, window", "streaming"])
-def test_decode_from_the_first_token(name: str) -> None:
+def test_decode_from_the_first_token(name):
     """A cache that is only ever decoded into fills up and evicts like one that saw a prompt."""
     shape = Shape(kv_heads=3, group=1, batch=2)
     oracle = agree(POLICIES[name], [9, 9, 12], True, [1] * 40, shape, seed=3)
@@ -179,9 +177,7 @@ def test_decode_from_the_first_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["h2o, full", "ema, full", "ema-logits", "tova", "distinct"])
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", "no remainder"])
-def test_prompts_in_blocks_of_queries(
-    name: str, remainder: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_in_blocks_of_queries(name, remainder, monkeypatch):
     """A prompt longer than a block of queries scores as if it had been looked at in one."""
     monkeypatch.setattr(scoring, "QUERY_BLOCK", 7)
     calls = [20, 1, 1, 30, 1, 1]
@@ -189,7 +185,7 @@ def test_prompts_in_blocks_of_queries(
 
 
 @pytest.mark.parametrize("name", ["h2o, window", "distinct"])
-def test_windows_longer_than_a_block_of_queries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_longer_than_a_block_of_queries(name, monkeypatch):
     """The window's mass and what it stands for are the same in however many blocks it is read."""
     monkeypatch.setattr(scoring, "QUERY_BLOCK", 7)
     policy = make_policy(POLICIES[name], window=16)
@@ -197,7 +193,7 @@ def test_windows_longer_than_a_block_of_queries(name: str, monkeypatch: pytest.M
     agree(policy, [15, 12], True, calls, Shape(kv_heads=2, group=2), seed=9)
 
 
-def test_attention_sinks_take_their_share() -> None:
+def test_attention_sinks_take_their_share():
     """The learned extra softmax column lowers outputs and masses, next to the remainder too."""
     sinks = np.array([0.5, 3.0, -1.0, 2.0], dtype=np.float32)
     shape = Shape(kv_heads=2, group=2)
@@ -205,7 +201,7 @@ def test_attention_sinks_take_their_share() -> None:
         agree(POLICIES[name], [11, 14], True, CONVERSATION, shape, seed=5, sinks=sinks)
 
 
-def test_array_masks_are_read_against_the_new_rows_only() -> None:
+def test_array_masks_are_read_against_the_new_rows_only():
     """Kept slots stay visible whatever an array mask says of them; new columns obey it."""
     shape = Shape(kv_heads=2, group=2)
     causal = np.tril(np.ones((12, 12), dtype=bool))
@@ -232,7 +228,7 @@ def test_array_masks_are_read_against_the_new_rows_only() -> None:
 @pytest.mark.parametrize(
     "name", ["h2o, window", "ema", "distinct", "distinct, keys only", "h2o, full", "streaming"]
 )
-def test_chunked_prefill_keeps_what_one_shot_prefill_keeps(name: str) -> None:
+def test_chunked_prefill_keeps_what_one_shot_prefill_keeps(name):
     """Chunks that fit, then one that does not and holds the window: as if all came at once."""
     policy = make_policy(POLICIES[name], window=16)
     shape = Shape(kv_heads=2, group=2)
@@ -246,7 +242,7 @@ def test_chunked_prefill_keeps_what_one_shot_prefill_keeps(name: str) -> None:
     assert kept[0] == kept[1] == kept[2]
 
 
-def test_memory_stops_growing() -> None:
+def test_memory_stops_growing():
     """Once the budget is full, no array grows however long the conversation becomes."""
     shape = Shape(kv_heads=2, group=2)
     rng = np.random.default_rng(8)
@@ -307,7 +303,7 @@ def layers(draw: st.DrawFn, name: str) -> tuple[Policy, list[int], Shape]:
 )
 @settings(max_examples=16, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_layer_follows_the_oracle(name: str, data: st.DataObject) -> None:
+def test_any_layer_follows_the_oracle(name, data):
     """Whatever the layer's shape, the settings and the calls."""
     policy, budgets, shape = data.draw(layers(name), "layer")
     turn = st.one_of(st.integers(2, 30), st.integers(1, 12).map(lambda n: -n))

@@ -45,7 +45,7 @@ def copied(written: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_files_are_whole_and_small(golden: manifest.Golden) -> None:
+def test_the_files_are_whole_and_small(golden):
     vectors = [
         path for path in GOLDEN.iterdir() if path.suffix in (".safetensors", ".json", ".txt")
     ]
@@ -56,7 +56,7 @@ def test_the_files_are_whole_and_small(golden: manifest.Golden) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_reproduce_every_case() -> None:
+def test_the_kernels_reproduce_every_case():
     """Outputs within the tolerances, kept positions exactly."""
     if choice.backend() is reference:
         pytest.fail("The extension is not built: nothing would be tested.")
@@ -77,9 +77,7 @@ REFERENCE_STEPS = {
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("backend", ["kernels", "reference"])
-def test_a_sample_of_each_group_is_reproduced(
-    golden: manifest.Golden, backend: str, group: str
-) -> None:
+def test_a_sample_of_each_group_is_reproduced(golden, backend, group):
     """The parameters in the manifest are all that is needed."""
     cases = [case for case in golden.cases if case.group == group]
     step = STEP if backend == "kernels" else REFERENCE_STEPS.get(group, 1)
@@ -92,7 +90,7 @@ def test_a_sample_of_each_group_is_reproduced(
             assert differences == [], case.name
 
 
-def test_the_cases_are_those_that_the_code_describes(golden: manifest.Golden) -> None:
+def test_the_cases_are_those_that_the_code_describes(golden):
     """A changed case list without new files would leave the files testing something else."""
     for name, group in GROUPS.items():
         described = [(case, {**p, "seed": 0}) for case, p in group.cases()]
@@ -100,20 +98,20 @@ def test_the_cases_are_those_that_the_code_describes(golden: manifest.Golden) ->
         assert described == stored, name
 
 
-def test_margins_are_recorded_and_large_enough(golden: manifest.Golden) -> None:
+def test_margins_are_recorded_and_large_enough(golden):
     for case in golden.cases:
         if case.group in ("trajectory", "filling", "returning", "model"):
             assert case.margin is not None
         assert case.margin is None or case.margin >= 1e-5
 
 
-def test_written_twice_they_are_the_same_bytes(written: Path, tmp_path: Path) -> None:
+def test_written_twice_they_are_the_same_bytes(written, tmp_path):
     generate(tmp_path, QUICK)
     for path in written.iterdir():
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
 
 
-def test_groups_that_are_written_later_join_the_others(written: Path, tmp_path: Path) -> None:
+def test_groups_that_are_written_later_join_the_others(written, tmp_path):
     """One after the other, in any order, and one anew: as all of them at once."""
     for group in (*QUICK, QUICK[0]):
         generate(tmp_path, [group])
@@ -127,7 +125,7 @@ def test_groups_that_are_written_later_join_the_others(written: Path, tmp_path: 
     manifest.read(tmp_path)
 
 
-def test_flat_text_says_what_json_says(golden: manifest.Golden) -> None:
+def test_flat_text_says_what_json_says(golden):
     """Read back as another language would."""
     text = (GOLDEN / "cases.txt").read_text()
     head, *blocks = text.split("\n\n")
@@ -192,7 +190,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_files_are_refused(copied: Path, damage: str) -> None:
+def test_damaged_files_are_refused(copied, damage):
     assert not any(verdict.differences for verdict in verify(copied, ["reference"]))
     spoil, message = DAMAGE[damage]
     spoil(copied)
@@ -201,7 +199,7 @@ def test_damaged_files_are_refused(copied: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("group", QUICK)
-def test_a_perturbed_result_is_found(copied: Path, group: str, capsys) -> None:
+def test_a_perturbed_result_is_found(copied, group, capsys):
     """Under a correct checksum, each perturbed array is named and the command fails."""
     path = copied / f"{group}.safetensors"
     arrays = mx.load(str(path))
@@ -213,7 +211,7 @@ def test_a_perturbed_result_is_found(copied: Path, group: str, capsys) -> None:
     assert victim.partition("/")[0] in capsys.readouterr().err
 
 
-def test_comparison() -> None:
+def test_comparison():
     """Infinities, NaN, shapes, dtypes, missing arrays; the tolerance is the boundary."""
     tolerances = manifest.TOLERANCES
     inf, nan = math.inf, math.nan
@@ -239,7 +237,7 @@ def test_comparison() -> None:
 # -- inputs and margins ---------------------------------------------------------------------------
 
 
-def test_numbers_are_those_of_the_page() -> None:
+def test_numbers_are_those_of_the_page():
     assert [hex(x) for x in hashed(0, 2).tolist()] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4"]
     numbers = bell(7, (20000,))
     assert numbers.dtype == np.float32
@@ -250,7 +248,7 @@ def test_numbers_are_those_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_margin_is_what_must_change_to_change_the_choice(ordered: bool) -> None:
+def test_margin_is_what_must_change_to_change_the_choice(ordered):
     worth = mx.array([[[5.0, 1.0, 4.0, 1.5, 8.0, 1.75]]])
     evictable = mx.array([[[True, True, True, True, False, True]]])
     # Of 1, 1.5, 1.75, 4, 5 three go: 0.25 decides their order, 2.25 which they are.
@@ -259,13 +257,13 @@ def test_margin_is_what_must_change_to_change_the_choice(ordered: bool) -> None:
     assert margin(worth, evictable, "head", 5) == math.inf
 
 
-def test_near_ties_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_ties_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(generating, "LEAST_MARGIN", 10.0)
     with pytest.raises(GoldenError, match="leaves choices to rounding"):
         generate(tmp_path, ["selection"])
 
 
-def test_the_reference_alone_computes_where_asked() -> None:
+def test_the_reference_alone_computes_where_asked():
     before = choice.backend()
     with choice.only_reference():
         assert choice.backend() is reference

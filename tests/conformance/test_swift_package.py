@@ -19,14 +19,14 @@ FIXTURES = ROOT / "swift/Tests/MLXH2OTests/Fixtures"
 
 
 @pytest.mark.parametrize("tool", ["embed_metal.py", "record_launches.py"])
-def test_generated_files_are_up_to_date(tool: str) -> None:
+def test_generated_files_are_up_to_date(tool):
     run = subprocess.run(
         [sys.executable, str(ROOT / "tools" / tool), "--check"], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
 
 
-def test_what_swift_saved_is_what_python_saved() -> None:
+def test_what_swift_saved_is_what_python_saved():
     ours, _ = mlx_h2o.load_prompt_cache(FIXTURES / "python-caches.safetensors", True)
     theirs, metadata = mlx_h2o.load_prompt_cache(FIXTURES / "swift-caches.safetensors", True)
     assert metadata == {"from": "swift"}
@@ -54,7 +54,7 @@ def metadata(file: Path) -> dict[str, Any]:
     return texts | {TOKENS: json.loads(texts[TOKENS])}
 
 
-def test_a_conversation_that_swift_saved_goes_on() -> None:
+def test_a_conversation_that_swift_saved_goes_on():
     """Swift read the compressed document, answered a question as Python does, and saved."""
     expected = json.loads((FIXTURES / "compressed.json").read_text())
     model, tokenizer = mlx_h2o.load(EMBEDDED_MODEL)
@@ -69,7 +69,7 @@ def test_a_conversation_that_swift_saved_goes_on() -> None:
     assert len(list(dialogue.reply(" And then", max_tokens=4))) == 4
 
 
-def test_swift_is_given_a_compressed_document_as_it_is_made_now(tmp_path: Path) -> None:
+def test_swift_is_given_a_compressed_document_as_it_is_made_now(tmp_path):
     """The command makes that file still, and Python goes on from it as Swift's test expects."""
     sys.path.insert(0, str(ROOT / "tools"))
     import record_caches

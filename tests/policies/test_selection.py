@@ -68,7 +68,7 @@ victims, kept = of_plain_arrays(select_victims), of_plain_arrays(select_kept)
 
 @few
 @given(choices())
-def test_the_lowest_priorities_go(case: tuple) -> None:
+def test_the_lowest_priorities_go(case):
     """Victims are the first of the evictable by priority, then position; NaN before all else."""
     priority, positions, evictable, count = case
     chosen = victims(*case, "head")
@@ -80,7 +80,7 @@ def test_the_lowest_priorities_go(case: tuple) -> None:
 
 @few
 @given(choices())
-def test_the_protected_and_the_highest_are_kept(case: tuple) -> None:
+def test_the_protected_and_the_highest_are_kept(case):
     """What is kept is all but the worst, protected slots included, in order of position."""
     priority, positions, evictable, dropped = case
     _, H, N = priority.shape
@@ -94,7 +94,7 @@ def test_the_protected_and_the_highest_are_kept(case: tuple) -> None:
 
 @few
 @given(choices())
-def test_keeping_and_evicting_complement_each_other(case: tuple) -> None:
+def test_keeping_and_evicting_complement_each_other(case):
     """The slots to free and the slots to keep are one partition, by either function."""
     priority, positions, evictable, count = case
     gone = victims(*case, "head")
@@ -105,7 +105,7 @@ def test_keeping_and_evicting_complement_each_other(case: tuple) -> None:
 
 @few
 @given(choices(), st.booleans())
-def test_several_at_once_are_the_same_one_by_one(case: tuple, layer: bool) -> None:
+def test_several_at_once_are_the_same_one_by_one(case, layer):
     """`count` victims are what `count` single choices would be, in that order."""
     priority, positions, evictable, count = case
     if layer:
@@ -123,7 +123,7 @@ def test_several_at_once_are_the_same_one_by_one(case: tuple, layer: bool) -> No
 
 @few
 @given(choices(), st.randoms(use_true_random=False), st.sampled_from([1, 2]))
-def test_the_order_of_slots_means_nothing(case: tuple, random, least: int) -> None:
+def test_the_order_of_slots_means_nothing(case, random, least):
     """The same positions are chosen and kept however the slots are permuted."""
     priority, positions, evictable, count = case
     count = min(max(count, least), int(evictable.sum(-1).min()))
@@ -141,7 +141,7 @@ def test_the_order_of_slots_means_nothing(case: tuple, random, least: int) -> No
 
 @few
 @given(choices("layer"))
-def test_a_layer_drops_the_same_tokens_in_all_heads(case: tuple) -> None:
+def test_a_layer_drops_the_same_tokens_in_all_heads(case):
     """With unit "layer" the heads' mean priority decides for all of them."""
     priority, positions, evictable, count = case
     mean = priority.astype(np.float64).mean(axis=1)[0]
@@ -153,7 +153,7 @@ def test_a_layer_drops_the_same_tokens_in_all_heads(case: tuple) -> None:
         assert set(of_head.tolist()) == set(range(N)) - set(expected)
 
 
-def test_a_layer_differs_from_its_heads() -> None:
+def test_a_layer_differs_from_its_heads():
     """Heads that disagree choose for themselves, or by their mean."""
     priority = np.array([[[0.0, 3.0, 2.0], [5.0, 0.0, 2.0]]], dtype=np.float32)
     positions = np.array([[[0, 1, 2], [0, 1, 2]]], dtype=np.int32)
@@ -162,7 +162,7 @@ def test_a_layer_differs_from_its_heads() -> None:
     assert victims(priority, positions, free, 1, "layer").tolist() == [[[1], [1]]]
 
 
-def test_sequences_of_a_batch_choose_for_themselves() -> None:
+def test_sequences_of_a_batch_choose_for_themselves():
     """Nothing leaks from one sequence's priorities into another's choice, in layers neither."""
     priority = np.array([[[0, 1, 2, 3]], [[3, 2, 1, 0]]], dtype=np.float32)
     positions = np.broadcast_to(np.arange(4, dtype=np.int32), (2, 1, 4))
@@ -173,7 +173,7 @@ def test_sequences_of_a_batch_choose_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_ties_go_to_the_oldest(count: int) -> None:
+def test_ties_go_to_the_oldest(count):
     """Among equals the lowest position goes, wherever its slot lies."""
     positions = np.array([[[7, 3, 9, 4]]], dtype=np.int32)
     same = np.zeros((1, 1, 4), dtype=np.float32)
@@ -182,7 +182,7 @@ def test_ties_go_to_the_oldest(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_protected_slot_never_ties_with_an_infinite_priority(count: int) -> None:
+def test_a_protected_slot_never_ties_with_an_infinite_priority(count):
     """An unprotected slot goes even if nothing could be worth more, and older protected stay."""
     priority = np.full((1, 1, 4), np.inf, dtype=np.float32)
     positions = np.array([[[0, 1, 2, 3]]], dtype=np.int32)
@@ -194,7 +194,7 @@ def test_a_protected_slot_never_ties_with_an_infinite_priority(count: int) -> No
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_nan_goes_first(count: int) -> None:
+def test_a_nan_goes_first(count):
     """A slot whose priority is no number goes before the lowest number."""
     priority = np.array([[[-1e30, 0.0, float("nan"), 5.0]]], dtype=np.float32)
     positions = np.array([[[0, 1, 2, 3]]], dtype=np.int32)
@@ -203,7 +203,7 @@ def test_a_nan_goes_first(count: int) -> None:
     assert kept(priority, positions, free, 3, "head")[0, 0].tolist() == [0, 1, 3]
 
 
-def test_a_nan_goes_first_from_a_layer() -> None:
+def test_a_nan_goes_first_from_a_layer():
     """One head's NaN outweighs whatever the others say, an infinity too."""
     priority = np.array([[[np.nan, 1, 2], [np.inf, 1, 2]]], dtype=np.float32)
     positions = np.broadcast_to(np.arange(3, dtype=np.int32), (1, 2, 3))
@@ -215,7 +215,7 @@ def test_a_nan_goes_first_from_a_layer() -> None:
 
 @pytest.mark.parametrize("sink", [0, 1, 4])
 @pytest.mark.parametrize("recent", [0, 1, 5])
-def test_sinks_and_recent_tokens_may_not_go(sink: int, recent: int) -> None:
+def test_sinks_and_recent_tokens_may_not_go(sink, recent):
     """Exactly the first `sink` and the last `recent` logical positions are protected."""
     positions = np.array([[[19, 2, 14, 0, 3, 18, 4, 15]]], dtype=np.int32)
     offset = 20  # the newest token is at 19

@@ -21,7 +21,7 @@ for path in sys.argv[1:]:
 """
 
 
-def test_commands_find_what_they_import() -> None:
+def test_commands_find_what_they_import():
     commands = sorted(str(path) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     commands.remove(str(ROOT / ELSEWHERE))
     assert len(commands) > 40

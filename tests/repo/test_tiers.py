@@ -36,7 +36,7 @@ def rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_cover_holds_every_pair_that_there_is() -> None:
+def test_a_cover_holds_every_pair_that_there_is():
     cases = [
         {"a": str(a), "b": str(b), "c": str(c)}
         for a, b, c in product(range(4), range(3), range(5))
@@ -52,7 +52,7 @@ def test_a_cover_holds_every_pair_that_there_is() -> None:
     assert cover([{"a": "1"}, {"a": "2"}]) == {0, 1}
 
 
-def test_what_was_touched_last_comes_first(rest: ModuleType) -> None:
+def test_what_was_touched_last_comes_first(rest):
     commits = [["README.md"], ["swift/Sources/A.swift"], ["metal/a.metal", "python/src/a.cpp"]]
     order = rest.ordered(commits)
     assert order[0] == "test-swift"
@@ -72,9 +72,7 @@ def test_missing_tools_are_named_once(tmp_path):
     assert [line.split(":")[0][3:] for line in lines][::2] == ["C++ compiler", "Chromium"]
 
 
-def test_failures_count_and_what_did_not_finish_is_told(
-    rest: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_count_and_what_did_not_finish_is_told(rest, monkeypatch, capsys):
     monkeypatch.setattr(rest, "LEAST_SECONDS", 0.5)
     started = time.monotonic()
     results = rest.run(["good", "bad", "long", "long"], 4)
@@ -88,7 +86,7 @@ def test_failures_count_and_what_did_not_finish_is_told(
     assert rest.run(["good"], 1) == {"good": "not run: no time was left"}
 
 
-def test_every_target_of_the_whole_has_an_area_and_a_job(rest: ModuleType) -> None:
+def test_every_target_of_the_whole_has_an_area_and_a_job(rest):
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.search(r"^ALL := (.*)$", makefile, re.MULTILINE)[1].split())
     assert targets == set(rest.AREAS)

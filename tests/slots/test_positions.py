@@ -58,7 +58,7 @@ def assert_alike(held: H2OKVCache, other: H2OKVCache) -> None:
         assert mx.array_equal(array.astype(mx.float32), others[name].astype(mx.float32)), name
 
 
-def test_as_many_tokens_as_16_bits_have_positions_for() -> None:
+def test_as_many_tokens_as_16_bits_have_positions_for():
     assert position_dtype(FEW) == NARROW
     assert position_dtype(FEW + 1) == WIDE
     # The newest one's position, and its complement where it is pinned.
@@ -77,7 +77,7 @@ def test_as_many_tokens_as_16_bits_have_positions_for() -> None:
     ],
 )
 @pytest.mark.parametrize("kept", STORES)
-def test_narrow_positions_are_the_same_as_wide_ones(kept: str, before, after) -> None:
+def test_narrow_positions_are_the_same_as_wide_ones(kept, before, after):
     """Token by token up to where 16 bits end, and beyond."""
     settings = {"budgets": [24, 31], **STORES[kept]}
     with before():
@@ -99,7 +99,7 @@ def test_narrow_positions_are_the_same_as_wide_ones(kept: str, before, after) ->
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_chunk_may_bring_both() -> None:
+def test_a_chunk_may_bring_both():
     held = fed(SOON - 10, budgets=[24, 31])
     layer().feed(held, 30, 30)
     assert dtype_of(held) == WIDE
@@ -108,7 +108,7 @@ def test_a_chunk_may_bring_both() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_steps_taken_back_take_the_width_back() -> None:
+def test_steps_taken_back_take_the_width_back():
     held, before = (fed(SOON - 2, budgets=[24, 31], undo=6) for _ in range(2))
     layer().feed(held, 5)
     assert dtype_of(held) == WIDE
@@ -121,7 +121,7 @@ def test_steps_taken_back_take_the_width_back() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_pins_stay_pinned() -> None:
+def test_pins_stay_pinned():
     held = fed(SOON - 4, budgets=[24, 31])
     kept = {p for run in held.store.runs for p in held.slots(run).positions[0].flatten().tolist()}
     wanted = [*sorted(kept)[len(kept) // 2 :][:3], SOON - 1]
@@ -136,7 +136,7 @@ def test_pins_stay_pinned() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_files_have_what_serves() -> None:
+def test_files_have_what_serves():
     held = fed(SOON - 4, budgets=[24, 31])
     arrays, config = held.state
     loaded = H2OKVCache.from_state((arrays, config))
@@ -156,7 +156,7 @@ def test_files_have_what_serves() -> None:
 @pytest.mark.parametrize("max_bytes", [60_000, 90_001])
 @pytest.mark.parametrize("undo", [0, 3])
 @pytest.mark.parametrize("kept", STORES)
-def test_bytes_hold_before_and_after(kept: str, undo: int, max_bytes: int) -> None:
+def test_bytes_hold_before_and_after(kept, undo, max_bytes):
     """More slots while positions take 2 bytes; steps to undo leave no room for another budget."""
     held = H2OKVCache(max_bytes=max_bytes, policy="salient", undo=undo, **STORES[kept])
     layer().feed(held, 1000, 500)
@@ -173,14 +173,14 @@ def test_bytes_hold_before_and_after(kept: str, undo: int, max_bytes: int) -> No
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_size_in_slots_keeps_its_meaning() -> None:
+def test_a_size_in_slots_keeps_its_meaning():
     held = fed(SOON + 10, max_size=64)
     assert held.settings.filling == ()
     assert held.size() == max(held.budgets) == fed(100, max_size=64).size()
 
 
 @pytest.mark.parametrize("budgets", ["uniform", None], ids=["uniform", "profile"])
-def test_a_model_s_caches_have_fewer_slots_from_there_on(budgets) -> None:
+def test_a_model_s_caches_have_fewer_slots_from_there_on(budgets):
     model, _ = mlx_h2o.load("builtin:recall-4m")
     max_bytes = 400_000
     caches = mlx_h2o.make_prompt_cache(model, max_bytes=max_bytes, budgets=budgets)
@@ -192,7 +192,7 @@ def test_a_model_s_caches_have_fewer_slots_from_there_on(budgets) -> None:
     assert 0.45 * max_bytes < most_bytes(caches) <= max_bytes // 2
 
 
-def test_bookkeeping_of_a_packed_slot_takes_6_bytes() -> None:
+def test_bookkeeping_of_a_packed_slot_takes_6_bytes():
     held = fed(500, budgets=[64, 64], **STORES["packed"])
     arrays, slots = held.arrays(), 2 * 64
     rows = sum(a.nbytes for name, a in arrays.items() if name.startswith(("slots.keys", "slots.v")))
@@ -201,7 +201,7 @@ def test_bookkeeping_of_a_packed_slot_takes_6_bytes() -> None:
     assert value_lengths(layer().tokens[2][:, :, :4]).dtype == mx.float16
 
 
-def test_a_kernel_refuses_positions_that_do_not_fit() -> None:
+def test_a_kernel_refuses_positions_that_do_not_fit():
     held = fed(FEW - 2, budgets=[24, 31])
     with patch.object(Layer, "fit_positions"):
         layer().feed(held, 2)

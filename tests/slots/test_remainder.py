@@ -74,7 +74,7 @@ def assert_same(a: Remainder, b: Remainder, tolerance: float = 1e-5) -> None:
 # -- evicted rows answer ---------------------------------------------------------------------------
 
 
-def test_rows_all_alike_answer_exactly() -> None:
+def test_rows_all_alike_answer_exactly():
     """Evicted rows without variance lose nothing: out and lse are the full attention's."""
     B, H, group, kept, gone = 2, 3, 2, 10, 37
     q = 2 * normal(0, B, H * group, 4, WIDTH)
@@ -94,7 +94,7 @@ def test_rows_all_alike_answer_exactly() -> None:
     [([1] * 64, 55), ([40, *[1] * 24], 55), ([64], 55), ([30, 9], 21)],
     ids=["decode", "prompt, then decode", "prompt", "two prompts"],
 )
-def test_a_window_over_tokens_all_alike_is_the_full_cache(calls: list[int], left: int) -> None:
+def test_a_window_over_tokens_all_alike_is_the_full_cache(calls, left):
     """A streaming cache gives what an unbounded one gives where the tokens that left are alike."""
     H, group, budget, sink, total = 2, 2, 12, 3, sum(calls)
     q = 2 * normal(0, 1, H * group, total, WIDTH)
@@ -110,7 +110,7 @@ def test_a_window_over_tokens_all_alike_is_the_full_cache(calls: list[int], left
     assert cache.evicted == total - budget
 
 
-def test_the_column_is_the_formula() -> None:
+def test_the_column_is_the_formula():
     """r = log n + scale q.mean + x / sqrt(1 + x / t), t = 4, over any size of x."""
     keys = 1.5 * normal(0, 2, 3, 50, WIDTH) + 1
     remainder = folded(keys)
@@ -121,7 +121,7 @@ def test_the_column_is_the_formula() -> None:
             np.testing.assert_allclose(np.array(r), expected_column(q, keys, t), 1e-5, 1e-4)
 
 
-def test_query_heads_meet_their_own_kv_head() -> None:
+def test_query_heads_meet_their_own_kv_head():
     """With grouped queries the column and the value are those of the KV head of the group."""
     keys, values = normal(0, 1, 3, 20, WIDTH), normal(1, 1, 3, 20, VALUE_WIDTH)
     q, k, v = normal(2, 1, 6, 2, WIDTH), normal(3, 1, 3, 4, WIDTH), normal(4, 1, 3, 4, VALUE_WIDTH)
@@ -138,7 +138,7 @@ def test_query_heads_meet_their_own_kv_head() -> None:
     ("x", "measured"),
     [(0.04, 0.04), (0.8, 0.8), (1.5, 1.3), (2.9, 2.1), (5.9, 3.9), (11.5, 6.4), (133, 23)],
 )
-def test_the_saturation_follows_the_measured_curve(x: float, measured: float) -> None:
+def test_the_saturation_follows_the_measured_curve(x, measured):
     """The second-order term is within a tenth of what real keys showed (how-it-works/index.md)."""
     # Two keys at +-d have mean 0 and variance d^2, so one number sets x.
     d = math.sqrt(2 * x) / SCALE
@@ -149,7 +149,7 @@ def test_the_saturation_follows_the_measured_curve(x: float, measured: float) ->
     assert term == pytest.approx(measured, rel=0.1)
 
 
-def test_without_saturation_the_column_is_of_first_order() -> None:
+def test_without_saturation_the_column_is_of_first_order():
     """0 leaves the term out, also where there is no variance and 0 / 0 would be no number."""
     one, spread = normal(0, 1, 2, 1, WIDTH), normal(1, 1, 2, 30, WIDTH)
     for keys in (one, spread):
@@ -160,7 +160,7 @@ def test_without_saturation_the_column_is_of_first_order() -> None:
         np.testing.assert_allclose(np.array(r), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_each_head_may_have_its_own_saturation() -> None:
+def test_each_head_may_have_its_own_saturation():
     """Together they give what each head alone gives, the unevicted one included."""
     ts, q = [0.0, 4.0, 0.7], mx.array(normal(2, 1, 6, 3, WIDTH))
     remainder = folded(normal(0, 1, 3, 20, WIDTH))
@@ -173,14 +173,14 @@ def test_each_head_may_have_its_own_saturation() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, math.nan, math.inf, "4", [4.0, -0.5], [4.0] * 3, []])
-def test_a_saturation_that_is_none_is_refused(wrong) -> None:
+def test_a_saturation_that_is_none_is_refused(wrong):
     with pytest.raises(ValueError, match="saturation"):
         folded(normal(0, 1, 2, 20, WIDTH)).column(mx.array(normal(1, 1, 2, 1, WIDTH)), 1, wrong)
     with pytest.raises(ValueError, match="saturation"):
         H2OKVCache(budgets=[20, 20], saturation=wrong)
 
 
-def test_saturations_are_saved_and_told() -> None:
+def test_saturations_are_saved_and_told():
     """As one number where all heads have the same."""
     for given_as, saved, told in (
         (4, 4.0, "go on answering"),
@@ -196,19 +196,19 @@ def test_saturations_are_saved_and_told() -> None:
         assert describe([again])[0].reason.endswith(told)
 
 
-def test_a_saturation_for_other_heads_is_refused_with_the_first_rows() -> None:
+def test_a_saturation_for_other_heads_is_refused_with_the_first_rows():
     cache = H2OKVCache(24, saturation=[4.0, 4.0, 4.0])
     with pytest.raises(ValueError, match="2 KV heads; got 3"):
         TinyLayer().feed(cache, 30)
 
 
-def test_plain_rows_saturate_of_themselves() -> None:
+def test_plain_rows_saturate_of_themselves():
     """They have no t, so that none may be asked for."""
     with pytest.raises(ValueError, match="omit saturation"):
         PlainRowsKVCache(64, policy="keydiff", saturation=0)
 
 
-def test_the_column_converges_for_gaussian_keys() -> None:
+def test_the_column_converges_for_gaussian_keys():
     """Unsaturated, r tends to their true log-sum-exp; with t as shipped it is still near."""
 
     def error(n: int, saturation: float) -> float:
@@ -236,9 +236,7 @@ folding = settings(max_examples=30, deadline=None, derandomize=True)
     seed=st.integers(0, 2**16),
     far=st.sampled_from([0.0, 5.0]),
 )
-def test_rows_fold_in_any_order_and_grouping(
-    rows: int, cuts: list[int], seed: int, far: float
-) -> None:
+def test_rows_fold_in_any_order_and_grouping(rows, cuts, seed, far):
     """All at once, in chunks (empty ones too), one by one, shuffled: the same statistics."""
     keys, values = normal(seed, 2, 2, rows, WIDTH) + far, normal(seed + 1, 2, 2, rows, VALUE_WIDTH)
     order = np.random.default_rng(seed).permutation(rows)
@@ -267,7 +265,7 @@ def test_rows_fold_in_any_order_and_grouping(
     before=st.integers(0, 5),
     seed=st.integers(0, 2**16),
 )
-def test_a_weight_is_so_many_equal_rows(weights: list[int], before: int, seed: int) -> None:
+def test_a_weight_is_so_many_equal_rows(weights, before, seed):
     """A row of weight w counts as w copies of it; 0 leaves it out, even if it is all there is."""
     M = len(weights)
     keys, values = normal(seed, 1, 2, M, WIDTH), normal(seed + 1, 1, 2, M, VALUE_WIDTH)
@@ -282,7 +280,7 @@ def test_a_weight_is_so_many_equal_rows(weights: list[int], before: int, seed: i
     assert_same(weighted, repeated, 3e-5)
 
 
-def test_weights_may_differ_by_head_and_sequence() -> None:
+def test_weights_may_differ_by_head_and_sequence():
     """Each head of each sequence folds only the rows that its own weights name."""
     keys, values = normal(0, 2, 2, 6, WIDTH), normal(1, 2, 2, 6, VALUE_WIDTH)
     weights = np.random.default_rng(2).integers(0, 2, (2, 2, 6))
@@ -300,7 +298,7 @@ def test_weights_may_differ_by_head_and_sequence() -> None:
     assert not np.array(remainder.mean_key[0, 0]).any()
 
 
-def test_half_precision_rows_fold_in_float32() -> None:
+def test_half_precision_rows_fold_in_float32():
     """Statistics of float16 and bfloat16 rows are float32's, exact for what the rows say."""
     for dtype in (mx.float16, mx.bfloat16):
         keys, values = (mx.array(normal(s, 1, 1, 300, WIDTH) + 30).astype(dtype) for s in (0, 1))
@@ -309,7 +307,7 @@ def test_half_precision_rows_fold_in_float32() -> None:
         assert_same(remainder, folded(*(np.array(x.astype(mx.float32)) for x in (keys, values))))
 
 
-def test_some_heads_can_be_taken_and_replaced() -> None:
+def test_some_heads_can_be_taken_and_replaced():
     """`heads` reads a range, `with_heads` writes one, and neither touches the others."""
     whole = folded(normal(0, 2, 5, 9, WIDTH), normal(1, 2, 5, 9, VALUE_WIDTH))
     other = folded(normal(2, 2, 5, 7, WIDTH), normal(3, 2, 5, 7, VALUE_WIDTH))
@@ -326,7 +324,7 @@ def test_some_heads_can_be_taken_and_replaced() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_an_empty_remainder_changes_nothing(dtype: mx.Dtype) -> None:
+def test_an_empty_remainder_changes_nothing(dtype):
     """Before the first eviction out and lse keep their very bits, also where nothing is seen."""
     q, k, v = (mx.array(normal(s, 2, 2, 4, WIDTH)).astype(dtype) for s in range(3))
     visible = mx.array([[True, False, True, True], [False] * 4, [True] * 4, [False] * 3 + [True]])
@@ -340,7 +338,7 @@ def test_an_empty_remainder_changes_nothing(dtype: mx.Dtype) -> None:
     assert mx.array_equal(joint_lse, lse)
 
 
-def test_a_query_that_sees_nothing_kept_hears_the_remainder() -> None:
+def test_a_query_that_sees_nothing_kept_hears_the_remainder():
     """Where every kept slot is masked the answer is the mean value, not a NaN."""
     keys, values = normal(0, 1, 2, 20, WIDTH), normal(1, 1, 2, 20, VALUE_WIDTH)
     remainder = folded(keys, values)
@@ -356,7 +354,7 @@ def test_a_query_that_sees_nothing_kept_hears_the_remainder() -> None:
     [(mx.float32, 1e4), (mx.float16, 1e4), (mx.float16, 65504.0), (mx.bfloat16, 1e4)],
 )
 @pytest.mark.parametrize("direction", ["along", "against", "across"])
-def test_huge_queries_and_keys_stay_finite(dtype: mx.Dtype, size: float, direction: str) -> None:
+def test_huge_queries_and_keys_stay_finite(dtype, size, direction):
     """Neither overflow nor NaN, with huge variance, none at all, or a single evicted row."""
     sign = {"along": 1, "against": -1, "across": 0}[direction]
     flip = np.where(np.arange(WIDTH) % 2, -1.0, 1.0).astype(np.float32)
@@ -391,7 +389,7 @@ def test_huge_queries_and_keys_stay_finite(dtype: mx.Dtype, size: float, directi
 
 
 @pytest.mark.slow
-def test_ten_million_rows_in_chunks() -> None:
+def test_ten_million_rows_in_chunks():
     """10 000 folds of 1000 rows leave statistics that are right against float64."""
     folds, M = 10_000, 1000
     bank = normal(0, 50, 1, 1, M, 4) + 20
@@ -415,7 +413,7 @@ def test_ten_million_rows_in_chunks() -> None:
 
 
 @pytest.mark.slow
-def test_ten_million_rows_one_by_one() -> None:
+def test_ten_million_rows_one_by_one():
     """2000 heads lose 5000 rows each, one a step as in decoding: every head stays right."""
     steps, H = 5_000, 2_000
     bank = mx.array(normal(0, 200, 1, H, 1, 4) + 3)
@@ -432,7 +430,7 @@ def test_ten_million_rows_one_by_one() -> None:
     np.testing.assert_allclose(np.array(remainder.var_key)[0], rows.var(axis=0), rtol=1e-3)
 
 
-def test_a_row_still_counts_after_ten_million() -> None:
+def test_a_row_still_counts_after_ten_million():
     """Single folds on top of a long history move count and mean by what they should."""
     key = mx.zeros((1, 1, 1, WIDTH))
     history = Remainder.empty(1, 1, WIDTH, WIDTH).fold(key, key, mx.array([1e7]))
@@ -448,7 +446,7 @@ def test_a_row_still_counts_after_ten_million() -> None:
 # -- plain rows ------------------------------------------------------------------------------------
 
 
-def test_sign_vectors_are_fixed() -> None:
+def test_sign_vectors_are_fixed():
     """The signs that every language must write: rows of a Hadamard matrix, then their minus."""
     assert antithetic_signs(1, 3).tolist() == [[0, 0, 0]]
     assert antithetic_signs(4, 5).tolist() == [
@@ -462,7 +460,7 @@ def test_sign_vectors_are_fixed() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8])
-def test_plain_rows_have_the_statistics_they_stand_for(rows: int) -> None:
+def test_plain_rows_have_the_statistics_they_stand_for(rows):
     """Their mean is the mean key, their variance the keys' variance, their value the mean value."""
     remainder = folded(normal(0, 2, 3, 40, WIDTH) + 1, normal(1, 2, 3, 40, VALUE_WIDTH))
     keys, values = (np.array(x) for x in remainder.plain_rows(rows))
@@ -477,7 +475,7 @@ def test_plain_rows_have_the_statistics_they_stand_for(rows: int) -> None:
     np.testing.assert_array_equal(values, np.repeat(mean_value, rows, 2))
 
 
-def test_one_plain_row_is_the_mean() -> None:
+def test_one_plain_row_is_the_mean():
     remainder = folded(normal(0, 1, 2, 40, WIDTH), normal(1, 1, 2, 40, VALUE_WIDTH))
     keys, values = remainder.plain_rows(1)
     assert mx.array_equal(keys[:, :, 0], remainder.mean_key)
@@ -505,7 +503,7 @@ def plain_rows_error(spread: float, rows: int, bias: float = 0.0) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
-def test_plain_rows_approach_the_join(rows: int) -> None:
+def test_plain_rows_approach_the_join(rows):
     """Without variance they are the join; with it the difference shrinks with the spread."""
     assert plain_rows_error(0.0, rows) < 1e-5
     wide, narrow = plain_rows_error(0.2, rows), plain_rows_error(0.05, rows)
@@ -516,13 +514,13 @@ def test_plain_rows_approach_the_join(rows: int) -> None:
     assert plain_rows_error(0.0, rows, bias=0.1) > 1e-3
 
 
-def test_eight_plain_rows_beat_one() -> None:
+def test_eight_plain_rows_beat_one():
     """The signs carry the variance, which the mean alone leaves out."""
     assert plain_rows_error(0.4, 8) < plain_rows_error(0.4, 1) / 2
 
 
 @pytest.mark.parametrize("calls", [[1] * 90, [60, *[1] * 30], [20, 50, 20], [5, 55, *[1] * 30]])
-def test_plain_rows_of_tokens_all_alike_are_the_full_cache(calls: list[int]) -> None:
+def test_plain_rows_of_tokens_all_alike_are_the_full_cache(calls):
     """Where a model attends by itself, rows and mask that it is handed lose nothing either."""
     H, budget, sink, total = 2, 40, 3, sum(calls)
     q, k = normal(0, 1, H, total, WIDTH), normal(1, 1, H, total, WIDTH)
@@ -545,7 +543,7 @@ def test_plain_rows_of_tokens_all_alike_are_the_full_cache(calls: list[int]) -> 
     assert cache.evicted == total - (budget - rows)
 
 
-def test_the_number_of_plain_rows_follows_the_budget() -> None:
+def test_the_number_of_plain_rows_follows_the_budget():
     """8 of 128 slots, fewer of fewer, always 1 or even, and never a burden on a small budget."""
     assert plain_rows_for(128) == plain_rows_for(4096) == 8
     counts = [plain_rows_for(budget) for budget in range(1, 300)]
@@ -554,7 +552,7 @@ def test_the_number_of_plain_rows_follows_the_budget() -> None:
     assert all(rows == 1 or rows <= budget / 16 for budget, rows in enumerate(counts, 1))
 
 
-def test_bytes() -> None:
+def test_bytes():
     """2 D + Dv + 1 float32 per KV head: 3 D + 1 where values are as wide as keys."""
     remainder = Remainder.empty(3, 5, 64, 48)
     assert Remainder.bytes_per_head(64, 48) == 4 * (2 * 64 + 48 + 1)

@@ -56,14 +56,14 @@ def assert_each_has_its_own(cache: H2OKVCache, layer: TinyLayer) -> None:
     assert names == (set() if packed else {"slots.value_lengths"})
 
 
-def test_a_length_is_the_logarithm_of_the_square() -> None:
+def test_a_length_is_the_logarithm_of_the_square():
     v = mx.array([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0]])
     expected = mx.log(mx.array([25.0, 1e-12, 1.0])).astype(mx.float16)
     assert mx.array_equal(value_lengths(v), expected)
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8])
-def test_of_packed_values_the_ranges_of_groups_are_measured(bits: int) -> None:
+def test_of_packed_values_the_ranges_of_groups_are_measured(bits):
     v = mx.random.normal((3, 7, 64))
     packed = PackedRows.of(v, bits, 32)
     groups = v.reshape(3, 7, 2, 32)
@@ -79,7 +79,7 @@ def test_of_packed_values_the_ranges_of_groups_are_measured(bits: int) -> None:
 @pytest.mark.few(4)
 @pytest.mark.parametrize("reference", [False, True], ids=["kernels", "reference"])
 @pytest.mark.parametrize("store", STORES)
-def test_every_token_has_its_own_value_s_length(store: str, reference: bool) -> None:
+def test_every_token_has_its_own_value_s_length(store, reference):
     """Through prompts, steps, evictions, drafts taken back, files and other budgets."""
     layer, cache = layer_of(mx.float16), salient(store, undo=3)
     with only_reference() if reference else nullcontext():
@@ -100,7 +100,7 @@ def test_every_token_has_its_own_value_s_length(store: str, reference: bool) -> 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_the_kernels_rank_by_the_ranges_of_all_groups(width: int, dtype: mx.Dtype) -> None:
+def test_the_kernels_rank_by_the_ranges_of_all_groups(width, dtype):
     """By nothing else here, so that a group left out would choose others."""
     layer = TinyLayer(heads=2, group=2, key_width=32, value_width=width, dtype=dtype)
     policy = make_policy("salient", value_weight=30.0, distance_weight=0.0, age_weight=0.0)
@@ -124,7 +124,7 @@ def test_the_kernels_rank_by_the_ranges_of_all_groups(width: int, dtype: mx.Dtyp
     ],
     ids=["dtype", "fewer", "rank"],
 )
-def test_damaged_lengths_are_refused(damage) -> None:
+def test_damaged_lengths_are_refused(damage):
     layer, cache = layer_of(), salient("dense")
     layer.feed(cache, 40, 10)
     arrays, config = cache.state
@@ -133,7 +133,7 @@ def test_damaged_lengths_are_refused(damage) -> None:
         H2OKVCache.from_state((arrays | {name: damage(arrays[name])}, config))
 
 
-def test_other_policies_keep_none() -> None:
+def test_other_policies_keep_none():
     layer, cache = layer_of(), H2OKVCache(24, policy="distinct")
     layer.feed(cache, 30)
     assert "slots.value_lengths" not in cache.arrays()
@@ -146,7 +146,7 @@ def test_other_policies_keep_none() -> None:
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("undo", [0, 3])
-def test_lengths_are_counted(store: str, undo: int) -> None:
+def test_lengths_are_counted(store, undo):
     """A size in bytes holds with them, in slots, in the window and in steps to undo."""
     layer = layer_of()
     for max_bytes in (20_000, 31_234):
