@@ -255,19 +255,8 @@ def test_a_quick_run_writes_everything(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr("benchmarks.__main__.QUICK_SIZES", tiny)
     folder = tmp_path / "new" / "folder"
-    options = [
-        "--model",
-        "builtin:recall-4m",
-        "--quick",
-        "--rounds",
-        "1",
-        "--dtype",
-        "float32",
-        "--json",
-        "--out",
-        str(folder),
-    ]
-    assert main(options) == 0
+    options = "--model builtin:recall-4m --quick --rounds 1 --dtype float32 --json --out".split()
+    assert main([*options, str(folder)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((folder / "bench.json").read_text())
     assert [path.name for path in folder.iterdir()] == ["bench.json"]

@@ -198,20 +198,8 @@ def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
     dialogue.tokens = dialogue.tokens[: dialogue.cache[0].offset]
     assert "Aristotle" in [word.strip() for word, _ in dialogue.words()]
     assert len(dialogue.retention()) > len(dialogue.words())
-    texts = [
-        marks[0],
-        "user",
-        "\n",
-        "Hel",
-        "lo",
-        marks[1],
-        "\n",
-        marks[0],
-        "ass",
-        "istant",
-        "\n",
-        "Hi",
-    ]
+    begin, end = marks
+    texts = [begin, "user", "\n", "Hel", "lo", end, "\n", begin, "ass", "istant", "\n", "Hi"]
     shares = [1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 1]
     dialogue.tokens = [0 if text in marks else 9 for text in texts]
     monkeypatch.setattr("mlx_h2o.chat.dialogue.special_ids", lambda _: {0})

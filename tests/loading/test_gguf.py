@@ -376,6 +376,27 @@ def test_sentencepiece_without_a_score_for_each_token_is_refused(change):
         tokenizer_of(sentencepiece_metadata(**change))
 
 
+NEEDED = [
+    "general.architecture",
+    *(f"llama.{name}" for name in ("embedding_length", "block_count", "feed_forward_length")),
+    *(f"llama.attention.{name}" for name in ("head_count", "layer_norm_rms_epsilon")),
+    *("llama.context_length", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"),
+]
+OUT_OF_RANGE = [
+    ("llama.block_count", 2**31),
+    ("llama.attention.head_count", 0),
+    ("llama.embedding_length", "many"),
+    ("llama.context_length", 0.5),
+    ("llama.rope.freq_base", float("nan")),
+    ("llama.attention.layer_norm_rms_epsilon", -1.0),
+    ("tokenizer.ggml.eos_token_id", 4_000_000),
+    ("tokenizer.ggml.tokens", [1, 2, 3]),
+    ("tokenizer.ggml.token_type", [1]),
+    ("tokenizer.ggml.merges", ["alone"]),
+    ("tokenizer.chat_template", 3),
+]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -385,10 +406,12 @@ def test_sentencepiece_without_a_score_for_each_token_is_refused(change):
         ({"llama.rope.dimension_count": 16}, "width 32 \\(16 rotated\\)"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer is 'bert'"),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
-        ({"llama.block_count": None}, "lacks llama.block_count"),
+        *(({key: value}, key) for key, value in OUT_OF_RANGE),
+        *(({key: None}, f"lacks {key}") for key in NEEDED),
+        ({"tokenizer.ggml.model": None}, "is 'None'"),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path, change, message):
+def test_what_is_not_known_missing_or_out_of_range_is_named(tmp_path, change, message):
     metadata = {**metadata_of(small("llama"), "llama"), **change}
     metadata = {key: value for key, value in metadata.items() if value is not None}
     write_gguf(tmp_path / "m.gguf", metadata, {"token_embd.weight": (np.zeros((8, 32)), F32)})
@@ -472,57 +495,6 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"^The gguf package.*pip install gguf\.$"):
         mlx_h2o.load(str(tmp_path / "m.gguf"))
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "general.architecture",
-        "llama.embedding_length",
-        "llama.block_count",
-        "llama.feed_forward_length",
-        "llama.attention.head_count",
-        "llama.attention.layer_norm_rms_epsilon",
-        "llama.context_length",
-        "tokenizer.ggml.model",
-        "tokenizer.ggml.tokens",
-        "tokenizer.ggml.merges",
-    ],
-)
-def test_a_key_that_is_missing_is_named(tmp_path, key):
-    metadata = metadata_of(small("llama"), "llama")
-    del metadata[key]
-    write_gguf(tmp_path / "m.gguf", metadata, {"token_embd.weight": (np.zeros((8, 32)), F32)})
-    file = GGUFFile(tmp_path / "m.gguf")
-    named = {"tokenizer.ggml.model": "is 'None'"}
-    with pytest.raises(ValueError, match=named.get(key, f"lacks {key}")):  # noqa: PT012
-        gguf.config_of(file)
-        tokenizer_of(file.metadata)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("llama.block_count", 2**31),
-        ("llama.attention.head_count", 0),
-        ("llama.embedding_length", "many"),
-        ("llama.context_length", 0.5),
-        ("llama.rope.freq_base", float("nan")),
-        ("llama.attention.layer_norm_rms_epsilon", -1.0),
-        ("tokenizer.ggml.eos_token_id", 4_000_000),
-        ("tokenizer.ggml.tokens", [1, 2, 3]),
-        ("tokenizer.ggml.token_type", [1]),
-        ("tokenizer.ggml.merges", ["alone"]),
-        ("tokenizer.chat_template", 3),
-    ],
-)
-def test_a_value_out_of_range_is_named(tmp_path, key, value):
-    metadata = {**metadata_of(small("llama"), "llama"), key: value}
-    write_gguf(tmp_path / "m.gguf", metadata, {"token_embd.weight": (np.zeros((8, 32)), F32)})
-    file = GGUFFile(tmp_path / "m.gguf")
-    with pytest.raises(ValueError, match=key):  # noqa: PT012
-        gguf.config_of(file)
-        tokenizer_of(file.metadata)
 
 
 def test_tokens_without_a_row_of_the_embeddings_are_refused(tmp_path):

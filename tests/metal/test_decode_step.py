@@ -204,17 +204,10 @@ def test_device_bytes(name, most):
     slots = slots_of(plan, B, D, D, mx.float16)
     logits = [mx.random.normal((B, G, 1, length)) for length in lengths]
     lse = mx.full((B, H * G, 1), 7.0)
+    written, victims = mx.zeros((B, H), mx.int32), mx.zeros((B, H, 1), mx.int32)
+    means = mx.random.normal((B, H, D))
     with recorded() as launches:
-        launch_update(
-            policy,
-            plan,
-            slots,
-            logits,
-            lse,
-            mx.zeros((B, H), mx.int32),
-            mx.random.normal((B, H, D)),
-            mx.zeros((B, H, 1), mx.int32),
-        )
+        launch_update(policy, plan, slots, logits, lse, written, means, victims)
     least = 4 * N
     if policy.needs_attention:
         least += 4 * (N * (G + 2) + H * G)

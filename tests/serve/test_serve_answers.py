@@ -329,17 +329,9 @@ def test_several_answers_with_a_seed_are_those_of_the_seeds_that_follow(plain):
 
 
 def test_several_answers_are_streamed_side_by_side(plain):
-    chunks = list(
-        plain.client.completions.create(
-            model=MODEL,
-            prompt=words(30, 30),
-            max_tokens=9,
-            temperature=0,
-            n=3,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    options = {"model": MODEL, "prompt": words(30, 30), "max_tokens": 9, "temperature": 0, "n": 3}
+    options |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(plain.client.completions.create(**options))
     texts, ends = ["", "", ""], []
     for chunk in chunks:
         for choice in chunk.choices:

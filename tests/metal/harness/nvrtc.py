@@ -13,23 +13,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from . import signature
 from .compiler import BUILDS
 from .signature import TemplateValue
 
-TYPE_NAMES = {
-    mx.float32: "float",
-    mx.float16: "__half",
-    mx.bfloat16: "__nv_bfloat16",
-    mx.bool_: "bool",
-    mx.int8: "int8_t",
-    mx.int16: "int16_t",
-    mx.int32: "int32_t",
-    mx.int64: "int64_t",
-    mx.uint8: "uint8_t",
-    mx.uint16: "uint16_t",
-    mx.uint32: "uint32_t",
-    mx.uint64: "uint64_t",
-}
+TYPE_NAMES = {**signature.TYPE_NAMES, mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 
 #: MLX compiles for the very GPU that it finds; this one's code is checked here.
 ARCHITECTURE = "sm_90a"
