@@ -103,7 +103,7 @@ def exchange(
     return response.status, answer, {name.lower(): value for name, value in response.getheaders()}
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

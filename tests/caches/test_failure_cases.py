@@ -16,6 +16,8 @@ from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.slots.remainder import Remainder
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
+LAYER = TinyLayer()
+
 # -- the offset confused with the physical length --------------------------------------------------
 
 
@@ -67,21 +69,20 @@ def direct_attention(layer: TinyLayer, first: int, count: int, kept: list[list[i
 @pytest.mark.parametrize("count", [2, 5, 30])
 def test_a_chunk_after_eviction_sees_every_kept_slot(policy, mask, budgets, count):
     """A mask by position over physical slots would hide kept tokens, or show the future."""
-    layer = TinyLayer()
     cache = H2OKVCache(budgets=budgets, policy=policy, remainder=False)
-    layer.feed(cache, 60, chunk=25)
-    layer.feed(cache, 7)
+    LAYER.feed(cache, 60, chunk=25)
+    LAYER.feed(cache, 7)
     assert all(len(head) == n for head, n in zip(kept_positions(cache), budgets, strict=True))
-    expected = direct_attention(layer, 67, count, kept_positions(cache))
+    expected = direct_attention(LAYER, 67, count, kept_positions(cache))
 
     given = cache.make_mask(count, return_array=mask != "causal")
     if mask == "additive":  # As phi3 or gpt-oss would make of it.
         given = mx.where(given, 0.0, mx.finfo(mx.float32).min)
     elif mask == "new rows":  # Heads and layers differ in how many they keep: no mask fits all.
         given = given[:, -count:]
-    q, k, v = layer.at(67, count)
+    q, k, v = LAYER.at(67, count)
     k, v = cache.update_and_fetch(k, v)
-    out = cache.attend(q, k, v, scale=layer.scale, mask=given)
+    out = cache.attend(q, k, v, scale=LAYER.scale, mask=given)
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
     assert all(len(head) == n for head, n in zip(kept_positions(cache), budgets, strict=True))
 
@@ -90,15 +91,14 @@ def test_a_chunk_after_eviction_sees_every_kept_slot(policy, mask, budgets, coun
 @pytest.mark.parametrize("count", [2, 5, 30])
 def test_a_chunk_after_eviction_sees_every_kept_slot_in_stock_attention(count, return_array):
     """Where the model attends by itself, the mask must say it all."""
-    layer = TinyLayer()
     cache = PlainRowsKVCache(24, policy="streaming", remainder=False)
-    layer.feed(cache, 67, chunk=25)
-    expected = direct_attention(layer, 67, count, kept_positions(cache))
+    LAYER.feed(cache, 67, chunk=25)
+    expected = direct_attention(LAYER, 67, count, kept_positions(cache))
     mask = cache.make_mask(count, return_array=return_array)
     assert isinstance(mask, mx.array) == return_array
-    q, k, v = layer.at(67, count)
+    q, k, v = LAYER.at(67, count)
     k, v = cache.update_and_fetch(k, v)
-    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=layer.scale, mask=mask)
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=LAYER.scale, mask=mask)
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
 
@@ -208,14 +208,13 @@ def test_the_kept_set_moves(policy):
 @pytest.mark.parametrize("chunk", [1, 2, 7, 23, 24, 25, 64, 99, 100])
 def test_the_budget_holds_after_every_chunk(chunk, policy, mode):
     """In slots of every head and in bytes, whatever the size of the chunks."""
-    layer = TinyLayer()
     mass_weight = {"mass_weight": 0.0} if (policy, mode) == ("distinct", "plain rows") else {}
     chosen = make_policy(policy, **mass_weight)
     if mode == "ragged":
         budgets = [16, 32]
         cache = H2OKVCache(budgets=budgets, policy=chosen)
-        slot = 4 * (layer.key_width + layer.value_width + 3)
-        head = Remainder.bytes_per_head(layer.key_width, layer.value_width) + 4
+        slot = 4 * (LAYER.key_width + LAYER.value_width + 3)
+        head = Remainder.bytes_per_head(LAYER.key_width, LAYER.value_width) + 4
         allowed = sum(budgets) * slot + 2 * head
     else:
         allowed = 5_000
@@ -223,7 +222,7 @@ def test_the_budget_holds_after_every_chunk(chunk, policy, mode):
         cache = kind(max_bytes=allowed, policy=chosen)
     steps = max(4, min(60, -(-200 // chunk)))
     for _ in range(steps):
-        layer.feed(cache, min(chunk, 512 - cache.offset), chunk)
+        LAYER.feed(cache, min(chunk, 512 - cache.offset), chunk)
         assert cache.nbytes <= allowed
         for length, budget in zip(map(len, kept_positions(cache)), cache.budgets, strict=True):
             assert length == min(cache.offset, budget - cache.store.reserved)
@@ -283,14 +282,13 @@ def test_evaluating_the_output_evaluates_everything_held(policy, mode):
     budgets = [20, 32] if mode == "ragged" else [24, 24]
     kind = PlainRowsKVCache if mode == "plain rows" else H2OKVCache
     cache = kind(budgets=budgets, policy=chosen)
-    layer = TinyLayer()
     for step in range(50):
-        layer.feed(cache, 1)
+        LAYER.feed(cache, 1)
         assert unevaluated(cache) == set(), step
     # The rows that a chunk leaves are gathered with the next step; nothing is left after that.
-    layer.feed(cache, 30, chunk=30)
+    LAYER.feed(cache, 30, chunk=30)
     assert unevaluated(cache) <= {"slots.keys", "slots.values"}
-    layer.feed(cache, 1)
+    LAYER.feed(cache, 1)
     assert unevaluated(cache) == set()
 
 

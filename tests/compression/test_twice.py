@@ -26,6 +26,11 @@ EMBEDDED = ["--model", "builtin:recall-4m"]
 
 
 @pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
 def prompt():
     return mx.random.randint(0, 100, (2, 70), key=mx.random.key(4))
 
@@ -43,8 +48,7 @@ def second_reading(model, prompt, repeat, chunk):
 
 
 @pytest.mark.parametrize("chunk", [9, 70])
-def test_a_second_reading_changes_nothing(prompt, chunk):
-    model = tiny_model("llama")
+def test_a_second_reading_changes_nothing(model, prompt, chunk):
     cache, looks = second_reading(model, prompt, [3, 1, 4], chunk)
     plain = stock_prompt_cache(model)
     model(prompt, cache=plain)
@@ -154,9 +158,8 @@ def test_what_is_worth_most_is_kept_and_the_rest_goes_on_answering(prompt):
                 assert lost.tolist() == [70 - count] * 2
 
 
-def test_nothing_cut_is_the_full_cache(prompt):
+def test_nothing_cut_is_the_full_cache(model, prompt):
     """With room for every row the model goes on as from a full cache."""
-    model = tiny_model("llama")
     plain = stock_prompt_cache(model)
     model(prompt, cache=plain)
     cache = mlx_h2o.compress_prompt(
@@ -183,9 +186,8 @@ def test_it_takes_no_more_than_it_may(bits):
     assert sum(entry.evicted for entry in cache) > 0
 
 
-def test_a_compressed_cache_is_saved_as_any_other(prompt, tmp_path):
+def test_a_compressed_cache_is_saved_as_any_other(model, prompt, tmp_path):
     """C and Swift read what they read of caches that were filled token by token."""
-    model = tiny_model("llama")
     compressed = mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", room=4)
     usual = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
     model(prompt, cache=usual)
@@ -201,9 +203,8 @@ def test_a_compressed_cache_is_saved_as_any_other(prompt, tmp_path):
         assert mx.allclose(model(ids, cache=compressed), model(ids, cache=again), atol=1e-5)
 
 
-def test_a_later_turn_is_read_twice_too(prompt):
+def test_a_later_turn_is_read_twice_too(model, prompt):
     """What was there stays in proportion, and goes on answering."""
-    model = tiny_model("llama")
     cache = make_prompt_cache(model, 40, budgets="uniform")
     first, later = prompt[:1, :30], prompt[:1, 30:]
     compress_into(cache, model, Characters(), first, Reading(room=4, within=True))
@@ -265,9 +266,8 @@ def test_only_what_the_memory_does_not_hold_is_read_twice(prompt):
         assert cache[0].offset == 0
 
 
-def test_auto_stops_before_a_second_reading_that_takes_too_long(prompt, monkeypatch):
+def test_auto_stops_before_a_second_reading_that_takes_too_long(model, prompt, monkeypatch):
     monkeypatch.setattr(reading, "SECONDS", 0.0)
-    model = tiny_model("llama")
     cache = make_prompt_cache(model, 40, budgets="uniform")
     assert read_prompt(model, Characters(), prompt[0].tolist(), cache, "auto") == (54, 1)
     assert cache[0].offset == 54
@@ -290,8 +290,7 @@ def test_commands_read_long_prompts_twice(capsys):
     assert "5231" not in told["once"]["text"]
 
 
-def test_room_within_is_taken_off_the_size(prompt):
-    model = tiny_model("llama")
+def test_room_within_is_taken_off_the_size(model, prompt):
     sizes = []
     for room, within in ((0, False), (6, True), (6, False)):
         cache = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
@@ -306,8 +305,7 @@ def test_room_within_is_taken_off_the_size(prompt):
         compress_into(empty, model, Characters(), prompt, reading)
 
 
-def test_room_is_used_before_anything_goes(prompt):
-    model = tiny_model("llama")
+def test_room_is_used_before_anything_goes(model, prompt):
     cache = mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", room=6)
     before = [entry.evicted for entry in cache]
     for token in range(6):

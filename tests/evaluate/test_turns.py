@@ -19,6 +19,7 @@ from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
+LAYER = TinyLayer(key_width=64, value_width=32)
 STORES = {"dense": {}, "mixed": {"bits": 8, "recent_bits": 16, "group_size": 32}}
 CASES = covering(
     {
@@ -55,38 +56,35 @@ def scores_by_position(cache) -> dict[int, float]:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_after_a_turn_kernels_and_definition_agree(case):
     """Ages within the fused steps count from where the definition's do."""
-    layer = TinyLayer(key_width=64, value_width=32)
     caches = []
     for place in (nullcontext, only_reference):
         with place():
             cache = cache_of(case)
-            layer.feed(cache, 60, chunk=30)
-            layer.feed(cache, 20)
+            LAYER.feed(cache, 60, chunk=30)
+            LAYER.feed(cache, 20)
             cache.new_turn(case["carry"])
-            layer.feed(cache, 30)
-            layer.feed(cache, 24, chunk=24)
-            caches.append((cache, layer.feed(cache, 30)))
+            LAYER.feed(cache, 30)
+            LAYER.feed(cache, 24, chunk=24)
+            caches.append((cache, LAYER.feed(cache, 30)))
     (fused, one), (reference, other) = caches
     assert kept_positions(fused) == kept_positions(reference)
     assert mx.allclose(one, other, atol=1e-4).item()
 
 
 def test_all_of_the_past_is_as_if_nothing_was_said():
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(40, policy="salient")
-    layer.feed(cache, 80, chunk=20)
+    LAYER.feed(cache, 80, chunk=20)
     twin = copy.deepcopy(cache)
     cache.new_turn()
-    assert mx.array_equal(layer.feed(cache, 40), layer.feed(twin, 40)).item()
+    assert mx.array_equal(LAYER.feed(cache, 40), LAYER.feed(twin, 40)).item()
 
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("carry", [0.5, 0.25])
 def test_the_mean_mass_per_step_stays_and_the_memory_is_shorter(carry, store):
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(48, policy=make_policy("salient", sink=2, recent=8), **STORES[store])
-    layer.feed(cache, 60, chunk=30)
-    layer.feed(cache, 40)
+    LAYER.feed(cache, 60, chunk=30)
+    LAYER.feed(cache, 40)
     before = scores_by_position(cache)
     cache.new_turn(carry)
     since = int(100 - carry * 100)
@@ -96,21 +94,20 @@ def test_the_mean_mass_per_step_stays_and_the_memory_is_shorter(carry, store):
     slots = cache.slots(cache.store.runs[0])
     assert slots.ages.max().item() == 100 - since
     # A turn later again: a part of what was left.
-    layer.feed(cache, 20)
+    LAYER.feed(cache, 20)
     cache.new_turn(carry)
     assert cache.layer.aged_from == 120 - int(carry * (120 - since))
 
 
 @pytest.mark.parametrize("policy", ["salient", "h2o", "ema", "tova"])
 def test_reset_makes_all_tokens_alike(policy):
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(48, policy=make_policy(policy, sink=2, recent=8))
-    layer.feed(cache, 60, chunk=30)
-    layer.feed(cache, 40)
+    LAYER.feed(cache, 60, chunk=30)
+    LAYER.feed(cache, 40)
     cache.new_turn("reset")
     assert set(scores_by_position(cache).values()) == {0.0}
     assert set(cache.slots(cache.store.runs[0]).ages.flatten().tolist()) == {1.0}
-    layer.feed(cache, 1)
+    LAYER.feed(cache, 1)
     masses = scores_by_position(cache)
     if policy == "salient":  # all that is there is what the one step gave
         assert sum(masses.values()) == pytest.approx(1, abs=0.7)
@@ -118,20 +115,19 @@ def test_reset_makes_all_tokens_alike(policy):
 
 
 def test_turns_go_through_files_and_trimming(tmp_path):
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(40, policy="salient")
-    layer.feed(cache, 80, chunk=20)
+    LAYER.feed(cache, 80, chunk=20)
     cache.new_turn(0.25)
-    layer.feed(cache, 5)
+    LAYER.feed(cache, 5)
     save_prompt_cache(tmp_path / "c.safetensors", [cache])
     (twin,) = load_prompt_cache(tmp_path / "c.safetensors")
     assert twin.layer.aged_from == cache.layer.aged_from == 60
-    assert mx.array_equal(layer.feed(cache, 40), layer.feed(twin, 40)).item()
+    assert mx.array_equal(LAYER.feed(cache, 40), LAYER.feed(twin, 40)).item()
     short = H2OKVCache(400, policy="h2o")
-    layer.feed(short, 100, chunk=50)
+    LAYER.feed(short, 100, chunk=50)
     short.new_turn("reset")
     short.trim(60)
-    layer.feed(short, 10)
+    LAYER.feed(short, 10)
     assert short.layer.aged_from == 39
     assert short.slots(short.store.runs[0]).ages.min().item() >= 1
 
@@ -165,13 +161,12 @@ class Watched(Policy):
 
 def test_a_document_in_mid_conversation_is_scored_as_a_prompt():
     """Its tokens, and those kept, are ranked by the mass of its own last queries."""
-    layer = TinyLayer(key_width=64, value_width=32)
     policy = Watched(sink=2, recent=4, window=16)
     cache = H2OKVCache(32, policy=policy, remainder=False)
-    layer.feed(cache, 40, chunk=40)
-    layer.feed(cache, 25)
+    LAYER.feed(cache, 40, chunk=40)
+    LAYER.feed(cache, 25)
     policy.seen.clear()
-    layer.feed(cache, 50, chunk=50)
+    LAYER.feed(cache, 50, chunk=50)
     assert [count for count, _ in policy.seen] == [32 + 50] * 2
     for _, mass in policy.seen:
         # Sixteen queries, each of which gives a mass of one.

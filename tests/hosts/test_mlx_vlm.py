@@ -30,12 +30,6 @@ from vlm_images import (
 )
 
 
-@pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
-    yield
-    mlx_h2o.uninstall()
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", [CROSS, *MROPE])
 def test_tokens_after_images_are_those_of_the_plain_cache_until_memory_is_full(name):

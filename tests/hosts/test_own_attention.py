@@ -301,13 +301,7 @@ def test_caches_side_by_side_are_capped_each():
 
 @pytest.fixture
 def uninstalled():
-    """Routing, uninstalled before the test and as it was after it."""
-    was_installed = routing.installed()
     mlx_h2o.uninstall()
-    yield
-    mlx_h2o.uninstall()
-    if was_installed:
-        mlx_h2o.install()
 
 
 def test_classes_are_put_back(uninstalled):

@@ -20,13 +20,9 @@ LATE = "mlx_lm.models.olmo2"
 
 @pytest.fixture
 def original():
-    """mlx-lm's own attention, uninstalled before the test and as it was after it."""
-    was_installed = routing.installed()
+    """mlx-lm's own attention, with routing uninstalled."""
     mlx_h2o.uninstall()
-    yield base.scaled_dot_product_attention
-    mlx_h2o.uninstall()
-    if was_installed:
-        mlx_h2o.install()
+    return base.scaled_dot_product_attention
 
 
 def holders() -> dict[str, object]:

@@ -26,9 +26,6 @@ TEXT = "The old lighthouse keeper wrote in his diary: " * 3
 @pytest.fixture(autouse=True)
 def _routed():
     mlx_h2o.install()
-    yield
-    mlx_h2o.uninstall()
-    mlx_h2o.install()
 
 
 def spoiled(model, noise=0.1, seed=7):

@@ -25,12 +25,6 @@ PROMPT = mx.array([prompt_tokens(60)])
 expected: list[int] = []
 
 
-@pytest.fixture(autouse=True)
-def put_back():
-    yield
-    mlx_h2o.uninstall()
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     """A tiny Qwen 3.5: every other layer has states."""

@@ -38,12 +38,6 @@ class Tokenizer:
         pass
 
 
-@pytest.fixture(autouse=True)
-def put_back():
-    yield
-    mlx_h2o.uninstall()
-
-
 def batched(
     model: Any, prompts: list[list[int]], size: int | None, **options: Any
 ) -> list[list[int]]:

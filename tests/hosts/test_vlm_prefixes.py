@@ -23,12 +23,6 @@ FIRST = "<|vision_start|><|image_pad|><|vision_end|>" + "The quick brown fox. " 
 NEXT = FIRST + "It jumps over the lazy dog."
 
 
-@pytest.fixture(autouse=True)
-def put_back():
-    yield
-    mlx_h2o.uninstall()
-
-
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory) -> tuple[Any, Any, str]:
     """A tiny model that sees images, its processor, and an image's file."""

@@ -30,6 +30,8 @@ STORES = {
 }
 BUDGETS = {"uniform": [40, 40], "ragged": [36, 60]}
 SYSTEM = (0, 10)
+LAYER = TinyLayer(key_width=64, value_width=32)
+
 # Of the attack's keys, where a policy looks at something other than masses.
 SHIFTS = {"ema-logits": None, "paper": None, "keydiff": 0.0}
 CASES = covering(
@@ -121,14 +123,13 @@ def test_distractors_do_not_evict_the_system_prompt(case):
     ids=name_of,
 )
 def test_pinned_first_tokens_are_what_sinks_are(case):
-    layer = TinyLayer(key_width=64, value_width=32)
     with only_reference() if case["reference"] else nullcontext():
         pinned, sinks = cache_of(case, sink=0), cache_of(case, sink=5)
         pinned.pin([(0, 5)])
         outs = []
         for cache in (pinned, sinks):
-            calls = [layer.feed(cache, 50, chunk=case["chunk"]), layer.feed(cache, 70)]
-            outs.append(mx.concatenate([*calls, layer.feed(cache, 30, chunk=15)], axis=2))
+            calls = [LAYER.feed(cache, 50, chunk=case["chunk"]), LAYER.feed(cache, 70)]
+            outs.append(mx.concatenate([*calls, LAYER.feed(cache, 30, chunk=15)], axis=2))
     assert kept_positions(pinned) == kept_positions(sinks)
     # A step that brings a pinned token goes op by op, and rounds otherwise.
     assert mx.allclose(*outs, atol=1e-5).item()
@@ -136,13 +137,12 @@ def test_pinned_first_tokens_are_what_sinks_are(case):
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_pinned_while_it_comes_token_by_token(reference):
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(
         48, policy=make_policy("salient", sink=2), bits=8, recent_bits=16, group_size=32
     )
     cache.pin([(30, 33), (100, 104)])
     with only_reference() if reference else nullcontext():
-        layer.feed(cache, 220)
+        LAYER.feed(cache, 220)
     assert holds(cache, (0, 2), (30, 33), (100, 104))
 
 
@@ -178,15 +178,14 @@ def _heads(cache, run):
 
 
 def test_a_partly_lost_token_is_pinned_where_it_is_held():
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(budgets=[24, 60], policy=make_policy("keydiff", sink=2, recent=4))
-    layer.feed(cache, 90, chunk=30)
+    LAYER.feed(cache, 90, chunk=30)
     small, large = (set(head) for head in kept_positions(cache))
     partly = sorted(p for p in large - small if p < 80)[:3]
     answer = cache.pin(spans_of(partly))
     assert answer.partly == spans_of(partly)
     assert not answer.pinned
-    layer.feed(cache, 100)
+    LAYER.feed(cache, 100)
     assert set(partly) <= set(kept_positions(cache)[1])
 
 
@@ -195,68 +194,64 @@ def test_a_partly_lost_token_is_pinned_where_it_is_held():
 
 @pytest.mark.parametrize("store", STORES)
 def test_kept_through_copies_files_resizing_and_trimming(store, tmp_path):
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(
         budgets=[36, 60], policy=make_policy("salient", sink=2, recent=8), **STORES[store]
     )
     cache.pin([(5, 12)])
-    layer.feed(cache, 80, chunk=40)
-    layer.feed(cache, 5)
+    LAYER.feed(cache, 80, chunk=40)
+    LAYER.feed(cache, 5)
     save_prompt_cache(tmp_path / "c.safetensors", [cache])
     twins = [
         copy.deepcopy(cache),
         pickle.loads(pickle.dumps(cache)),
         *load_prompt_cache(tmp_path / "c.safetensors"),
     ]
-    expected = layer.feed(cache, 40)
+    expected = LAYER.feed(cache, 40)
     for twin in twins:
         assert twin.pins == ((5, 12),)
-        assert mx.array_equal(layer.feed(twin, 40), expected).item()
+        assert mx.array_equal(LAYER.feed(twin, 40), expected).item()
         assert holds(twin, (5, 12))
     cache.resize([24, 24])
-    layer.feed(cache, 20)
+    LAYER.feed(cache, 20)
     assert holds(cache, (5, 12))
     fresh = H2OKVCache(64, policy="h2o")
     fresh.pin([(5, 12)])
-    layer.feed(fresh, 30, chunk=30)
+    LAYER.feed(fresh, 30, chunk=30)
     fresh.trim(25)  # what comes there next is pinned as well
-    layer.feed(fresh, 150, chunk=50, first=5)
+    LAYER.feed(fresh, 150, chunk=50, first=5)
     assert holds(fresh, (5, 12))
 
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_undone_steps_leave_pins(reference):
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(40, policy=make_policy("salient", sink=0, recent=8), undo=3)
     with only_reference() if reference else nullcontext():
         cache.pin([(3, 9), (70, 72)])
-        layer.feed(cache, 60, chunk=30)
+        LAYER.feed(cache, 60, chunk=30)
         twin = copy.deepcopy(cache)
         for _ in range(20):
-            layer.feed(cache, 3)
+            LAYER.feed(cache, 3)
             cache.trim(2)
-        layer.feed(twin, 20)
-        expected = layer.feed(twin, 30)
-        assert mx.array_equal(layer.feed(cache, 30), expected).item()
+        LAYER.feed(twin, 20)
+        expected = LAYER.feed(twin, 30)
+        assert mx.array_equal(LAYER.feed(cache, 30), expected).item()
     assert holds(cache, (3, 9), (70, 72))
 
 
 def test_pinning_ends_what_can_be_undone():
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(40, policy="h2o", undo=3)
-    layer.feed(cache, 60, chunk=30)
-    layer.feed(cache, 3)
+    LAYER.feed(cache, 60, chunk=30)
+    LAYER.feed(cache, 3)
     assert cache.trimmable == 3
     cache.pin([(60, 61)])
     assert cache.trimmable == 0
 
 
 def test_plain_rows_and_latent_rows():
-    layer = TinyLayer(key_width=64, value_width=32)
     plain = PlainRowsKVCache(48, policy=make_policy("keydiff", sink=2, recent=8))
     plain.pin([(5, 15)])
-    layer.feed(plain, 60, chunk=20)
-    layer.feed(plain, 120)
+    LAYER.feed(plain, 60, chunk=20)
+    LAYER.feed(plain, 120)
     assert holds(plain, (5, 15))
     model = tiny_model("deepseek_v3")
     cache = make_prompt_cache(
@@ -301,15 +296,14 @@ def test_small_heads_get_slots_of_the_large_ones():
     policy.check_budget(least)
     with pytest.raises(ValueError, match="too small"):
         make_policy("salient", sink=30, recent=0.25).check_budget(least - 1)
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(budgets=[16, 90], policy=policy)
-    layer.feed(cache, 12, chunk=12)
+    LAYER.feed(cache, 12, chunk=12)
     cache.pin([(0, 12), (40, 60)])
     assert sum(cache.budgets) == 106
-    layer.feed(cache, 200, chunk=20)
+    LAYER.feed(cache, 200, chunk=20)
     assert holds(cache, (0, 12), (40, 60))
     cache.resize([20, 100])
-    layer.feed(cache, 30)
+    LAYER.feed(cache, 30)
     assert holds(cache, (0, 12), (40, 60))
     assert sum(cache.budgets) == 120
 
@@ -321,17 +315,15 @@ def test_budgets_that_follow_have_room_too():
     least = settings.policy.least_budget(36)
     assert all(min(stage.budgets) >= least for stage in settings.filling)
     assert all(sum(stage.budgets) == 128 for stage in settings.filling)
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache.of(settings)
-    layer.feed(cache, 200, chunk=20)
-    layer.feed(cache, 40)
+    LAYER.feed(cache, 200, chunk=20)
+    LAYER.feed(cache, 40)
     assert holds(cache, (0, 40))
 
 
 def test_too_many_pins_are_an_error_with_numbers():
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(budgets=[40, 44], policy=make_policy("h2o", sink=4, recent=10))
-    layer.feed(cache, 30, chunk=30)
+    LAYER.feed(cache, 30, chunk=30)
     config = cache.config()
     with pytest.raises(ValueError, match=r"28 pinned .* 4 sinks, 10 recent .* 43 slots .* 42 a"):
         cache.pin([(2, 30), (50, 52)])
@@ -366,10 +358,9 @@ def test_positions_and_their_marks():
 
 
 def test_a_file_with_marks_that_no_pin_names_is_refused(tmp_path):
-    layer = TinyLayer(key_width=64, value_width=32)
     cache = H2OKVCache(32, policy="h2o")
     cache.pin([(0, 8)])
-    layer.feed(cache, 50, chunk=25)
+    LAYER.feed(cache, 50, chunk=25)
     arrays, text = cache.state
     with pytest.raises(ValueError, match="no pin names"):
         H2OKVCache.from_state((arrays, text.replace("[[0, 8]]", "[[0, 7]]")))

@@ -34,6 +34,11 @@ LOSSES = (
 )
 
 
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
 def profile_of(model: Module, echoes: tuple[float, ...] = ()) -> Profile:
     """Every head loses something else; with `echoes` also where text repeats."""
     identity = identity_of(model, [2, 2], [12, 12])
@@ -54,9 +59,10 @@ def budgets_of(cache: list) -> list[list[int]]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shared", ["by profile", "by its retrieval loss, too", "evenly"])
 @pytest.mark.parametrize("way", ["unused", "in use", "through a file"])
-def test_heads_get_what_a_new_cache_of_this_size_would_give_them(way, shared, size, tmp_path):
+def test_heads_get_what_a_new_cache_of_this_size_would_give_them(
+    model, way, shared, size, tmp_path
+):
     """To resize every entry alike threw the profile's shares away, and its retrieval loss later."""
-    model = tiny_model("llama")
     echoes = () if shared == "by profile" else (0.0, 0.0, 1e3, 0.0)
     budgets = "uniform" if shared == "evenly" else profile_of(model, echoes)
     cache = make_prompt_cache(model, max_size=50, budgets=budgets)
@@ -79,8 +85,7 @@ def test_heads_get_what_a_new_cache_of_this_size_would_give_them(way, shared, si
         assert sum(entry.nbytes for entry in cache) <= SIZES[size]["max_bytes"]
 
 
-def test_there_and_back_again_changes_no_share():
-    model = tiny_model("llama")
+def test_there_and_back_again_changes_no_share(model):
     cache = make_prompt_cache(model, max_size=50, budgets=profile_of(model), bits=None)
     before = budgets_of(cache)
     for size in (30, 77, 50):
@@ -149,8 +154,7 @@ def test_members_of_lists_are_resized():
         ({"max_size": "30"}, "max_size must be a whole number"),
     ],
 )
-def test_what_is_refused_changes_nothing(sizes, message):
-    model = tiny_model("llama")
+def test_what_is_refused_changes_nothing(model, sizes, message):
     cache = make_prompt_cache(model, max_size=50)
     prefill(model, cache, prompt_tokens(90), 30)
     before = [entry.config() for entry in cache]
@@ -160,8 +164,7 @@ def test_what_is_refused_changes_nothing(sizes, message):
 
 
 @pytest.mark.parametrize("context", [None, 800])
-def test_a_share_of_a_16_bit_cache_is_that_of_new_caches(context, tmp_path):
-    model = tiny_model("llama")
+def test_a_share_of_a_16_bit_cache_is_that_of_new_caches(model, context, tmp_path):
     options = {"budgets": profile_of(model), "bits": 16}
     cache = make_prompt_cache(model, max_bytes="50%", context=400, **options)
     prefill(model, cache, prompt_tokens(90), 20)
@@ -230,8 +233,7 @@ def test_every_head_keeps_its_part_of_the_whole(layers, mean, remembers):
 
 
 @pytest.mark.parametrize("way", ["unused", "in use", "through a file"])
-def test_layers_keep_the_proportions_of_the_slots_they_were_given(way, tmp_path):
-    model = tiny_model("llama")
+def test_layers_keep_the_proportions_of_the_slots_they_were_given(model, way, tmp_path):
     given = [[20, 20], [80, 40]]
     cache = make_prompt_cache(model, budgets=given)
     if way != "unused":

@@ -80,8 +80,8 @@ def say(page: Page, text: str) -> None:
     before = page.evaluate("last")
     page.locator("#question").fill(text)
     page.locator("#question").press("Enter")
-    until(lambda: page.evaluate("last") != before, 60)
-    until(lambda: page.evaluate("view !== null && view.id === last && !view.running"), 60)
+    until(lambda: page.evaluate("last") != before)
+    until(lambda: page.evaluate("view !== null && view.id === last && !view.running"))
 
 
 def fetched(server: Running, path: str = "") -> Any:
@@ -455,7 +455,7 @@ def test_a_reload_keeps_the_chat_and_a_listed_conversation_goes_on(browser, room
         text = page.locator("#log .body").all_inner_texts()
         state = page.evaluate("[last, messages]")
         page.reload()
-        until(lambda: page.evaluate("view !== null && view.id === last"), 60)
+        until(lambda: page.evaluate("view !== null && view.id === last"))
         assert page.locator("#log .body").all_inner_texts() == text
         assert page.evaluate("[last, messages]") == state
         say(page, words(60, 10))
@@ -470,7 +470,7 @@ def test_a_reload_keeps_the_chat_and_a_listed_conversation_goes_on(browser, room
         before = fetched(server, f"/{answer.id}")
         page.locator("#go-on").click()
         expect(page.locator("#log .user .body")).to_have_text(urls[0]["content"])
-        until(lambda: page.evaluate("view !== null && view.id === last"), 60)
+        until(lambda: page.evaluate("view !== null && view.id === last"))
         expect(page.locator("#go-on")).to_be_hidden()
         say(page, words(90, 10))
         after = newest(server)["texts"]
@@ -482,7 +482,7 @@ def test_stop_leaves_the_memory_view_whole(browser):
     with serving(answer_tokens=100_000) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 30))
         page.locator("#question").press("Enter")
-        until(lambda: page.evaluate("view?.running === true"), 60)
+        until(lambda: page.evaluate("view?.running === true"))
         page.locator("#send").click()
         expect(page.locator("#send")).to_have_text("Send")
         until(lambda: server.scheduler.ledger.running == 0)
@@ -521,14 +521,14 @@ def test_the_text_is_shaded_while_it_is_said(browser):
     with serving(answer_tokens=100_000) as server, opened(browser, server) as page:
         page.locator("#question").fill(words(0, 60))
         page.locator("#question").press("Enter")
-        until(lambda: page.evaluate("view?.running === true"), 60)
+        until(lambda: page.evaluate("view?.running === true"))
         page.evaluate("window.first = words[0].span")
         before = page.evaluate("view.texts.length")
         expect(page.locator("#text")).to_be_visible()
-        until(lambda: page.evaluate("view.texts.length") > before, 60)
-        until(lambda: len(page.evaluate(LOOKS)) >= 3, 60)
+        until(lambda: page.evaluate("view.texts.length") > before)
+        until(lambda: len(page.evaluate(LOOKS)) >= 3)
         # A slow machine says little between two looks: until some word is in no head.
-        until(lambda: page.evaluate("words.some(word => word.now === 0)"), 60)
+        until(lambda: page.evaluate("words.some(word => word.now === 0)"))
         shade = page.evaluate(SHADED)
         assert set(shade["holders"]) == {shade["tokens"]}
         assert shade["first"]
@@ -576,8 +576,8 @@ def test_an_answer_that_was_cut_is_continued_and_another_is_given(browser, serve
         for name in ("Continue", "Another answer"):
             before = page.evaluate("last")
             more.filter(has_text=name).click()
-            until(lambda before=before: page.evaluate("last") != before, 60)
-            until(lambda: page.evaluate("view?.id === last && !view.running"), 60)
+            until(lambda before=before: page.evaluate("last") != before)
+            until(lambda: page.evaluate("view?.id === last && !view.running"))
             answer = page.evaluate("messages.at(-1).content")
             assert body.inner_text() == answer
             assert "".join(newest(server)["texts"]).rstrip().endswith(answer.rstrip())

@@ -268,7 +268,7 @@ def test_who_reads_nothing_is_dropped(server):
         client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         ledger = server.scheduler.ledger
         until(lambda: ledger.running == 4)
-        until(lambda: ledger.running == 0, 60)
+        until(lambda: ledger.running == 0)
         assert ledger.reserved == 0
 
 
