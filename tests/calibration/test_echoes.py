@@ -10,20 +10,20 @@ import pytest
 
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration import calibrate
 from mlx_h2o.calibration.retrieval_loss import (
     ECHO,
     LEAD,
     PERIOD,
-    Echoing,
-    echo_losses,
+    TOTAL,
+    Changes,
+    Hiding,
     echoes_in,
     pages_of,
+    retrieval_losses,
 )
-from mlx_h2o.calibration.sensitivity import sensitivities
 from mlx_h2o.hosts.recorder import HeadWeights, Watcher
-from mlx_h2o.policies import make_policy
+from mlx_h2o.loading.load import CALIBRATION_TEXT
 from tiny_models import tiny_model
 
 #: Channels, and tokens of a page with two echoes.
@@ -56,8 +56,7 @@ def test_a_short_text_is_one_page_without_echoes():
     assert pages_of(list(range(100)), 1024).tolist() == [list(range(100))]
     assert echoes_in(100) == []
     assert pages_of([], 1024).shape == (0, 0)
-    losses = echo_losses(tiny_model("llama"), list(range(100)), 1024)
-    assert losses.tolist() == [0.0] * 4
+    assert retrieval_losses(tiny_model("llama"), list(range(100))).tolist() == [0.0] * 4
 
 
 class Block(nn.Module):
@@ -97,21 +96,51 @@ def test_losses_are_those_of_attention_without_the_first_coming(options):
     numbers = AttentionCall(12 * q, 1.0, "causal", **options)
     call = AttentionCall(*(mx.array(x) if isinstance(x, np.ndarray) else x for x in numbers))
     watcher = Watcher(Block(), mx.array(rng.normal(size=(1, T, 24)).astype(np.float32)))
-    echoes, found = echoes_in(T), {}
-    cache = Echoing(0, echoes, watcher, found, None)
-    out = cache.look(call, mx.array(keys), mx.array(values))
+    echoes, changes, errors = echoes_in(T), [], []
+    out = Hiding(echoes, watcher, changes, errors).look(call, mx.array(keys), mx.array(values))
     whole = attended(numbers, keys, values, np.ones((T, T), bool))
     assert np.allclose(out, whole, atol=1e-4)
-    weights, wanted = HeadWeights.of(watcher, out, 2), np.zeros(2)
+    weights, expected, change = HeadWeights.of(watcher, out, 2), np.zeros(2), np.zeros(whole.shape)
     for echo in echoes:
         allowed = np.ones((T, T), bool)
         allowed[:, echo.first : echo.first + ECHO] = False
-        lost = mx.array((whole - attended(numbers, keys, values, allowed)).astype(np.float32))
-        wanted += np.array(weights.errors(lost[:, None], 0))[
-            :, 0, echo.again + LEAD : echo.again + ECHO
-        ].mean(axis=-1)
-    assert np.allclose(found[0], wanted / len(echoes), rtol=1e-3, atol=1e-6)
-    assert found[0][0] > 20 * found[0][1]
+        counted = slice(echo.again + LEAD, echo.again + ECHO)
+        change[:, :, counted] = (attended(numbers, keys, values, allowed) - whole)[:, :, counted]
+        of_echo = weights.errors(mx.array(change.astype(np.float32))[:, None], 0)
+        expected += np.array(of_echo)[:, 0, counted].mean(axis=-1)
+    assert np.allclose(changes[0], change, atol=1e-4)
+    assert np.allclose(errors[0], expected / len(echoes), rtol=1e-3, atol=1e-6)
+    assert errors[0][0] > 20 * errors[0][1]
+
+
+@pytest.fixture(scope="module")
+def recall_4m(embedded):
+    """recall-4m, and tokens of the text that calibrations read."""
+    model, tokenizer = embedded
+    return model, tokenizer.encode(CALIBRATION_TEXT.read_text(encoding="utf-8"))[:1024]
+
+
+def test_the_heads_parts_add_up_to_the_divergence(recall_4m):
+    """With gradients at several parts of the changes, as the integral says."""
+    model, tokens = recall_4m
+    changes = Changes(model, mx.array(pages_of(tokens, 256)[:1]))
+    parts = [(i + 0.5) / 8 for i in range(8)]
+    added = np.mean([changes.attributed(model, part) for part in parts], axis=0).sum()
+    assert added == pytest.approx(changes.divergence(model, 1.0).item(), rel=0.05)
+    assert changes.divergence(model, 0.0).item() == pytest.approx(0, abs=1e-3)
+
+
+def test_the_head_that_copies_has_the_loss(recall_4m):
+    """recall-4m copies in one head of its last layer."""
+    losses = retrieval_losses(*recall_4m)
+    assert losses.sum() == pytest.approx(TOTAL)
+    assert losses[7] > 0.95 * TOTAL
+
+
+def test_without_gradients_errors_stand_for_the_losses(recall_4m):
+    losses = retrieval_losses(*recall_4m, with_gradients=False)
+    assert losses.argmax() == 7
+    assert (losses > 0).all()
 
 
 def test_calibration_tells_what_echoes_lose(tmp_path):
@@ -121,9 +150,8 @@ def test_calibration_tells_what_echoes_lose(tmp_path):
     profile = calibrate.calibrate(
         model, tokens, length=256, progress=lambda *steps: told.append(steps)
     )
-    felt = sensitivities(model, tokens, make_policy(DEFAULT_POLICY))
-    assert np.allclose(profile.measured.echoes, felt * echo_losses(model, tokens, 256))
-    assert (profile.measured.echoes > 0).all()
+    assert np.allclose(profile.measured.echoes, retrieval_losses(model, tokens))
+    assert profile.measured.echoes.sum() == pytest.approx(TOTAL)
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1]
     profile.save(tmp_path / "p.json")

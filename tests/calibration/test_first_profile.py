@@ -68,7 +68,7 @@ def no_computing(monkeypatch):
     def begun(*args, **kwargs):
         pytest.fail("a pass over a text began")
 
-    for name in ("frames_of_text", "echo_losses", "sensitivities"):
+    for name in ("frames_of_text", "retrieval_losses", "sensitivities"):
         monkeypatch.setattr(f"mlx_h2o.calibration.calibrate.{name}", begun)
 
 

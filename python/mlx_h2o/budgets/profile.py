@@ -133,7 +133,7 @@ class Measured:
         return [falling([float(f"{x:.4g}") for x in curve]) for curve in best.tolist()]
 
     def weighed(self, by: np.ndarray) -> Measured:
-        """The same measurements with each head's losses times a number.
+        """The same measurements with each head's losses over prose times a number.
 
         Args:
             by: The numbers, `[heads]`.
@@ -143,7 +143,6 @@ class Measured:
             self,
             errors=self.errors * one[:, None, None, None],
             packing={bits: losses * one for bits, losses in self.packing.items()},
-            echoes=None if self.echoes is None else self.echoes * one,
         )
 
     def json(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from mlx_h2o.budgets.cost import group_size_of
 from mlx_h2o.budgets.profile import SMALLEST_BUDGET, LayerFrames, Measured, Profile, frames_for
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration.checkpoint import CalibratedLayers, LayerLosses
-from mlx_h2o.calibration.retrieval_loss import echo_losses
+from mlx_h2o.calibration.retrieval_loss import PAGES, retrieval_losses
 from mlx_h2o.calibration.row_format import RowFormat
 from mlx_h2o.calibration.scaling_build import frame_passes, frame_tokens, frames_of_text
 from mlx_h2o.calibration.sensitivity import WINDOWS, sensitivities
@@ -68,9 +68,9 @@ LENGTH = 1024
 FIRST_SPAN = 256
 #: Widths of rows whose loss from packing alone is measured.
 PACKED_BITS = (4, 5, 6, 8)
-#: Time of the passes for key scaling, retrieval loss and a window of the sensitivities, as parts of
-#: that of the trials, about.
-FRAME_WORK, ECHO_WORK, WINDOW_WORK = 0.2, 0.1, 0.06
+#: Time of the passes for key scaling, and for a window of the sensitivities or of the retrieval
+#: loss, as parts of that of the trials, about.
+FRAME_WORK, WINDOW_WORK = 0.2, 0.06
 METHOD = "output error of the policy itself, token by token"
 #: Where the model has gradients, so that its heads' sensitivities could be measured.
 METHOD_IN_NATS = f"{METHOD}, in nats of the predictions"
@@ -201,12 +201,12 @@ def calibrate(
     passes = mx.concatenate(windows_of(tokens, min(length, trained_context(model))))
     T, measured_on = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
     frame_text = frame_passes(model, tokens if framing is None else framing)
-    of_frames, of_echoes, of_windows, of_trials = _telling(progress, len(kinds))
+    of_frames, of_windows, of_echoes, of_trials = _telling(progress, len(kinds))
     frames = frames_of_text(model, frame_text, progress=of_frames)
     identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if checkpoint is None else checkpoint
-    echoes = echo_losses(model, tokens, T, of_echoes)
     felt = sensitivities(model, tokens, policy, progress=of_windows)
+    echoes = retrieval_losses(model, tokens, felt is not None, of_echoes)
     run = _Run(
         policy,
         (*(b for b in GRID if policy.least_budget() <= b < T), T),
@@ -255,18 +255,19 @@ def calibrated(
 
 
 def _telling(progress: Progress | None, layers: int) -> tuple[Callable[[float], None], ...]:
-    """Functions that report the progress of key scaling, echoes, windows and trials.
+    """Functions that report the progress of key scaling, sensitivities, retrieval loss and trials.
 
     Args:
         progress: Called with the steps done and the steps in all.
         layers: How many layers are measured.
 
     Returns:
-        One function for each pass, called with the layers done; that of the windows with the part
-        done, from 0 to 1.
+        One function for each of them. Those of key scaling and trials are called with the layers
+        done, the others with the part done, from 0 to 1.
     """
-    of_windows = WINDOW_WORK * WINDOWS * layers
-    whole = layers * (1 + FRAME_WORK + ECHO_WORK) + of_windows
+    frames, windows = FRAME_WORK * layers, WINDOW_WORK * WINDOWS * layers
+    echoes = WINDOW_WORK * PAGES * layers
+    whole = frames + windows + echoes + layers
 
     def after(start: float, work: float) -> Callable[[float], None]:
         def tell(done: float) -> None:
@@ -275,12 +276,11 @@ def _telling(progress: Progress | None, layers: int) -> tuple[Callable[[float], 
 
         return tell
 
-    start = (FRAME_WORK + ECHO_WORK) * layers
     return (
         after(0, FRAME_WORK),
-        after(FRAME_WORK * layers, ECHO_WORK),
-        after(start, of_windows),
-        after(start + of_windows, 1),
+        after(frames, windows),
+        after(frames + windows, echoes),
+        after(frames + windows + echoes, 1),
     )
 
 
