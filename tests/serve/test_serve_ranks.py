@@ -157,4 +157,4 @@ def test_refusals_say_what_to_do(monkeypatch):
     require_shareable(1, bounded=False, saving=False)
     monkeypatch.setattr("mlx_h2o.serve.ranks.processes", lambda: 2)
     with pytest.raises(ValueError, match="pins are a request's"):
-        next(views.change_pins(None, "", {"pin": [[0, 1]]}))
+        views.change_pins(None, "", {"pin": [[0, 1]]})

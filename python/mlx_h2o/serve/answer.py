@@ -95,6 +95,8 @@ class AnswerText:
         self._count = self._sent = self._calls = 0
         self._call = ""
         self._waiting: list[tuple[int, TokenLogprob]] = []
+        # What became final and is not returned yet.
+        self._piece = Piece()
 
     @property
     def stops(self) -> bool:
@@ -127,61 +129,55 @@ class AnswerText:
             self.text += self._detokenizer.finish()
         piece = self._release(self.visible)
         self._state, rest, state = TextStateMachine.flush(self._state)
-        last = _Growing()
-        self._take(state, rest, last)
+        self._take(state, rest)
         if self._before == "tool" and self._call:
-            self._end_call(last, closed=False)
-        logprobs = piece.logprobs + last.logprobs
-        whole = Piece(
-            piece.text + last.text, piece.reasoning + last.reasoning,
-            (*piece.calls, *last.calls), logprobs,
-        )  # fmt: skip
-        return whole, "tool_calls" if self._calls and reason == "stop" else reason
+            self._end_call(closed=False)
+        return piece + self._piece, "tool_calls" if self._calls and reason == "stop" else reason
 
     def _release(self, end: int) -> Piece:
         """Send the text up to a character through the state machine."""
-        growing = _Growing()
         if end > self._sent and self._is_chat:
             part = self.text[self._sent : end]
             self._state, segments = TextStateMachine.split(self._state, part)
             for state, text in segments:
-                self._take(state, text, growing)
+                self._take(state, text)
         elif end > self._sent:
-            growing.text = self.text[self._sent : end]
+            self._piece += Piece(self.text[self._sent : end])
         self._sent = max(end, self._sent)
-        ready = [one for place, one in self._waiting if place <= self._sent]
+        ready = tuple(one for place, one in self._waiting if place <= self._sent)
         self._waiting = self._waiting[len(ready) :]
-        return Piece(growing.text, growing.reasoning, tuple(growing.calls), tuple(ready))
+        piece, self._piece = self._piece + Piece(logprobs=ready), Piece()
+        return piece
 
-    def _take(self, state: str | None, text: str, growing: _Growing) -> None:
+    def _take(self, state: str | None, text: str) -> None:
         if self._before == "tool" and state != "tool":
-            self._end_call(growing, closed=True)
+            self._end_call(closed=True)
         self._before = state or ""
         if state == "reasoning":
-            growing.reasoning += text
+            self._piece += Piece(reasoning=text)
         elif state == "tool":
             self._call += text
         elif state == "normal":
-            self._say(text, growing)
+            self._say(text)
 
-    def _say(self, text: str, growing: _Growing) -> None:
+    def _say(self, text: str) -> None:
         if self._trims and text:
             text, self._trims = text.removeprefix(" "), False
-        growing.text += text
+        self._piece += Piece(text)
         self.content += text
 
-    def _end_call(self, growing: _Growing, closed: bool) -> None:
+    def _end_call(self, closed: bool) -> None:
         """A call is complete: it is read, or it is text if it cannot be, or was not offered."""
         call, self._call = self._call, ""
         calls = self._read_call(call)
         if calls is None:
             end = (self._tokenizer.tool_call_end or "") if closed else ""
-            self._say(f"{self._tokenizer.tool_call_start or ''}{call}{end}", growing)
+            self._say(f"{self._tokenizer.tool_call_start or ''}{call}{end}")
             return
         for one in calls if self._several else calls[: max(1 - self._calls, 0)]:
             one["index"] = self._calls
             self._calls += 1
-            growing.calls.append(one)
+            self._piece += Piece(calls=(one,))
 
     def _read_call(self, call: str) -> list[dict[str, Any]] | None:
         if not self._tools:
@@ -193,15 +189,6 @@ class AnswerText:
         except Exception as error:  # parsers of many models, on any text
             logging.warning("A tool call cannot be read: %s: %s", type(error).__name__, error)
             return None
-
-
-class _Growing:
-    """A piece of an answer while it is made."""
-
-    def __init__(self) -> None:
-        self.text = self.reasoning = ""
-        self.calls: list[dict[str, Any]] = []
-        self.logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def _as_openai(call: dict[str, Any]) -> dict[str, Any]:

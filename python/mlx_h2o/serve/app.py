@@ -8,8 +8,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from mlx_h2o.serve.errors import ApiError
 from mlx_h2o.serve.page import page
 from mlx_h2o.serve.pins import PinRequest
 from mlx_h2o.serve.protocol import SEEDS, Chat, Completion, body_of, cache_settings
-from mlx_h2o.serve.request import Begun, Ended, Event, Piece, Progress, Request
+from mlx_h2o.serve.request import End, Event, Piece, Progress, Request, Start
 from mlx_h2o.serve.responses import DONE, Choice, Format, event
 from mlx_h2o.serve.scheduler import Scheduler
 from mlx_h2o.serve.sessions import sync
@@ -299,7 +298,8 @@ class Service:
         try:
             fields = from_json(body) if body else None
             method = "GET" if http.method == "HEAD" else http.method
-            result = await self._between_steps(views.view(method, path, start, fields))
+            look = views.view(method, path, start, fields)
+            result = await look(self._scheduler, self._between_steps)
         except LookupError as error:
             # While an answer is watched its prompt is still read, or it was stopped just now.
             if start is not None and http.method == "GET":
@@ -312,17 +312,10 @@ class Service:
             raise ApiError(503, why) from error
         return JSONResponse(result, headers=NO_STORE)
 
-    async def _between_steps(self, look: views.Look) -> Any:
-        """The result of a view, whose parts the scheduler computes between its steps."""
-        steps, result = look(self._scheduler), None
-        try:
-            while True:
-                part = steps.send(result)
-                future: Future[Any] = self._scheduler.call(part)
-                async with asyncio.timeout(LOOK_PATIENCE):
-                    result = await asyncio.wrap_future(future)
-        except StopIteration as end:
-            return end.value
+    async def _between_steps(self, do: Callable[[], Any]) -> Any:
+        """The result of a function that the scheduler calls between two steps."""
+        async with asyncio.timeout(LOOK_PATIENCE):
+            return await asyncio.wrap_future(self._scheduler.call(do))
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -399,7 +392,7 @@ class Exchange:
             index, event = await self._events.get()
             if isinstance(event, ApiError):
                 raise event
-            if isinstance(event, Ended):
+            if isinstance(event, End):
                 left -= 1
                 if event.file is not None:
                     with suppress(OSError):
@@ -434,11 +427,11 @@ class Exchange:
 
     def _all_headers(self) -> dict[str, str]:
         """The headers given, and one if the tokens so far are beyond the model's training."""
-        begun = self._choices[0].begun
-        tokens = max(one.ended.tokens if one.ended else 0 for one in self._choices)
-        if begun is None or not begun.trained or begun.prompt + tokens <= begun.trained:
+        start = self._choices[0].start
+        tokens = max(one.end.tokens if one.end else 0 for one in self._choices)
+        if start is None or not start.trained or start.prompt + tokens <= start.trained:
             return self._headers
-        past = past_training_text(begun.prompt + tokens, begun.trained)
+        past = past_training_text(start.prompt + tokens, start.trained)
         return self._headers | {PAST_TRAINING: past}
 
     async def _start(self, send: Any) -> None:
@@ -453,7 +446,7 @@ class Exchange:
         async for index, news in self._news():
             if isinstance(news, Progress):
                 yield b": keepalive %d/%d\n\n" % (news.read, news.whole)
-            if isinstance(news, Begun | Progress):
+            if isinstance(news, Start | Progress):
                 continue
             if not named and body.chat:
                 # In the order of their numbers: some clients expect the first choice first.
@@ -462,7 +455,7 @@ class Exchange:
                     yield event(shape.first(i))
             if isinstance(news, Piece):
                 yield event(shape.piece(index, news))
-            elif isinstance(news, Ended):
+            elif isinstance(news, End):
                 yield event(shape.last(index, news))
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(shape.usage(self._choices))

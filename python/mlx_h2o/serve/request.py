@@ -38,7 +38,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Begun:
+class Start:
     """The prompt of an answer is about to be read.
 
     Attributes:
@@ -79,9 +79,17 @@ class Piece:
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
+    def __add__(self, more: Piece) -> Piece:
+        return Piece(
+            self.text + more.text,
+            self.reasoning + more.reasoning,
+            (*self.calls, *more.calls),
+            (*self.logprobs, *more.logprobs),
+        )
+
 
 @dataclass(frozen=True)
-class Ended:
+class End:
     """An answer is complete.
 
     Attributes:
@@ -97,7 +105,7 @@ class Ended:
     file: Path | None = None
 
 
-Event = Begun | Progress | Piece | Ended | ApiError
+Event = Start | Progress | Piece | End | ApiError
 
 
 def _nowhere(index: int, event: Event) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_h2o.serve.protocol import Body
-from mlx_h2o.serve.request import Begun, Ended, Event, Piece, TokenLogprob
+from mlx_h2o.serve.request import End, Event, Piece, Start, TokenLogprob
 
 
 @dataclass
@@ -16,33 +16,24 @@ class Choice:
 
     Attributes:
         index: The answer's number.
-        begun: The lengths of its prompt, once they are known.
-        text: Its text.
-        reasoning: Its thoughts.
-        calls: Its tool calls.
-        logprobs: Its tokens.
-        ended: Its end, once it has come.
+        start: The lengths of its prompt, once they are known.
+        answer: What has come of it.
+        end: Its end, once it has come.
     """
 
     index: int
-    begun: Begun | None = None
-    text: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    ended: Ended | None = None
+    start: Start | None = None
+    answer: Piece = field(default_factory=Piece)
+    end: End | None = None
 
     def take(self, event: Event) -> None:
         """Grow by an event."""
         if isinstance(event, Piece):
-            self.text += event.text
-            self.reasoning += event.reasoning
-            self.calls += event.calls
-            self.logprobs += event.logprobs
-        elif isinstance(event, Begun):
-            self.begun = event
-        elif isinstance(event, Ended):
-            self.ended = event
+            self.answer += event
+        elif isinstance(event, Start):
+            self.start = event
+        elif isinstance(event, End):
+            self.end = event
 
 
 @dataclass(frozen=True)
@@ -84,21 +75,22 @@ class Format:
         return self._around([self._choice(c) for c in choices], False, usage=usage_of(choices))
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        assert choice.ended is not None
-        own = {"index": choice.index, "finish_reason": choice.ended.reason}
-        own["logprobs"] = self._logprobs(choice.logprobs)
+        assert choice.end is not None
+        answer = choice.answer
+        own = {"index": choice.index, "finish_reason": choice.end.reason}
+        own["logprobs"] = self._logprobs(answer.logprobs)
         if not self.body.chat:
-            return own | {"text": choice.text}
+            return own | {"text": answer.text}
         # Without any text there is none only beside calls: so it can be sent back as it is.
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
-        if choice.calls:
-            message["content"] = choice.text or None
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.calls:
+            message["content"] = answer.text or None
             message["tool_calls"] = [
                 {name: value for name, value in call.items() if name != "index"}
-                for call in choice.calls
+                for call in answer.calls
             ]
-        if choice.reasoning:
-            message |= _thoughts(choice.reasoning)
+        if answer.reasoning:
+            message |= _thoughts(answer.reasoning)
         return own | {"message": message}
 
     # -- pieces -----------------------------------------------------------------------------------
@@ -123,10 +115,10 @@ class Format:
             delta["tool_calls"] = list(piece.calls)
         return self._around([own | {"delta": delta}], True)
 
-    def last(self, index: int, ended: Ended) -> dict[str, Any]:
+    def last(self, index: int, end: End) -> dict[str, Any]:
         """The end of an answer."""
         rest: dict[str, Any] = {"delta": {}} if self.body.chat else {"text": ""}
-        return self._around([{"index": index, "finish_reason": ended.reason} | rest], True)
+        return self._around([{"index": index, "finish_reason": end.reason} | rest], True)
 
     def usage(self, choices: list[Choice]) -> dict[str, Any]:
         """The piece with a stream's usage."""
@@ -164,15 +156,15 @@ def _thoughts(text: str) -> dict[str, str]:
 
 def usage_of(choices: list[Choice]) -> dict[str, Any]:
     """Tokens of a request; its prompt counts once."""
-    begun, ended = choices[0].begun or Begun(0, 0), choices[0].ended
-    generated = sum(choice.ended.tokens for choice in choices if choice.ended)
+    start, end = choices[0].start or Start(0, 0), choices[0].end
+    generated = sum(choice.end.tokens for choice in choices if choice.end)
     return {
-        "prompt_tokens": begun.prompt,
+        "prompt_tokens": start.prompt,
         "completion_tokens": generated,
-        "total_tokens": begun.prompt + generated,
+        "total_tokens": start.prompt + generated,
         "prompt_tokens_details": {
-            "cached_tokens": begun.prefix,
-            "twice_read_tokens": ended.twice if ended else 0,
+            "cached_tokens": start.prefix,
+            "twice_read_tokens": end.twice if end else 0,
         },
     }
 

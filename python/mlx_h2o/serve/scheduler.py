@@ -39,7 +39,7 @@ from mlx_h2o.serve.memory import Ledger
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.model import ServedModel, TooLarge
 from mlx_h2o.serve.models import Models, machine_bytes
-from mlx_h2o.serve.request import Begun, Ended, Request
+from mlx_h2o.serve.request import End, Request, Start
 from mlx_h2o.serve.sequence import Sequence, evicted
 from mlx_h2o.serve.sessions import Sessions, Turn
 from mlx_h2o.serve.settings import EngineSettings
@@ -447,7 +447,7 @@ class Scheduler:
         one.open(cache, prefix)
         if not one.replay:
             trained = 0 if one.plan.rolls else one.served.trained
-            one.deliver(Begun(len(one.prompt.tokens), prefix, trained))
+            one.deliver(Start(len(one.prompt.tokens), prefix, trained))
 
     def _read_chunk(self, one: Sequence) -> None:
         assert one.cache is not None
@@ -581,7 +581,7 @@ class Scheduler:
         one.over = True
         self.ledger.release(one, seconds)
         file = self._keep(one, cache)
-        one.deliver(Ended(shown, len(one.generated), one.twice, file))
+        one.deliver(End(shown, len(one.generated), one.twice, file))
 
     def _keep(self, one: Sequence, cache: list[Any]) -> Path | None:
         """Keep the caches of a complete answer; the file that its conversation is in, or None.

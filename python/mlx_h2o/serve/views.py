@@ -1,14 +1,14 @@
 """What the page shows: conversations, which tokens each layer still has, and their pins.
 
-A view is a generator: the scheduler calls each function that it yields, between two steps of the
-model, and the function's result is sent back to it. So long texts are decoded in small parts.
+A view looks at the scheduler on the thread that generates, between two steps of the model. Long
+texts are decoded in small parts, each between two steps.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,12 @@ TEXTS_AT_A_TIME = 512
 #: The changes that can be made to pins.
 CHANGES = ("pin", "unpin")
 
-Steps = Generator[Callable[[], Any], Any, Any]
-Look = Callable[[Scheduler], Steps]
+#: Calls a function on the thread that generates, between two steps.
+Between = Callable[[Callable[[], Any]], Awaitable[Any]]
+View = Callable[[Scheduler, Between], Awaitable[Any]]
 
 
-def view(method: str, path: str, start: str | None, body: Any) -> Look:
+def view(method: str, path: str, start: str | None, body: Any) -> View:
     """The view, or the change, for a path below the page's root.
 
     Args:
@@ -57,41 +58,36 @@ def view(method: str, path: str, start: str | None, body: Any) -> Look:
         raise ValueError(f"from must be a whole number below 10^9; got {start[:60]!r}.")
     match [method, *path.split("/")]:
         case ["GET", "conversations"]:
-            return overview
+            return lambda scheduler, between: between(partial(overview, scheduler))
         case ["GET", "conversations", name] if name:
-            return lambda scheduler: conversation(scheduler, name, int(start))
+            return lambda scheduler, between: conversation(scheduler, between, name, int(start))
         case ["GET", "conversations", name, "half"]:
-            return lambda scheduler: at_half(scheduler, name)
+            return lambda scheduler, between: between(partial(at_half, scheduler, name))
         case ["POST", "conversations", name, "pins"]:
-            return lambda scheduler: change_pins(scheduler, name, body)
+            return lambda scheduler, between: between(partial(change_pins, scheduler, name, body))
     raise LookupError("There is nothing here.")
 
 
-def overview(scheduler: Scheduler) -> Steps:
+def overview(scheduler: Scheduler) -> dict[str, Any]:
     """The idle conversations of loaded models, the last used first, and the bytes of everything."""
-
-    def look() -> dict[str, Any]:
-        ledger, served = scheduler.ledger, scheduler.models.with_fingerprint
-        current = ledger.current
-        entries = scheduler.conversations.listed()
-        return {
-            "models": scheduler.settings.models,
-            "processes": processes(),
-            "bytes": {
-                "bound": ledger.bound,
-                "running": current.running,
-                "reserved": ledger.reserved,
-                "idle": current.idle,
-            },
-            "requests": {"running": ledger.running, "waiting": scheduler.waiting},
-            "conversations": [
-                _outline(entry, model)
-                for entry in entries
-                if (model := served(entry.place.mark.model)) is not None
-            ],
-        }
-
-    return (yield look)
+    ledger, served = scheduler.ledger, scheduler.models.with_fingerprint
+    current = ledger.current
+    return {
+        "models": scheduler.settings.models,
+        "processes": processes(),
+        "bytes": {
+            "bound": ledger.bound,
+            "running": current.running,
+            "reserved": ledger.reserved,
+            "idle": current.idle,
+        },
+        "requests": {"running": ledger.running, "waiting": scheduler.waiting},
+        "conversations": [
+            _outline(entry, model)
+            for entry in scheduler.conversations.listed()
+            if (model := served(entry.place.mark.model)) is not None
+        ],
+    }
 
 
 def _outline(entry: Conversation, served: ServedModel) -> dict[str, Any]:
@@ -106,27 +102,28 @@ def _outline(entry: Conversation, served: ServedModel) -> dict[str, Any]:
     }
 
 
-def conversation(scheduler: Scheduler, name: str, start: int = 0) -> Steps:
+async def conversation(scheduler: Scheduler, between: Between, name: str, start: int) -> Any:
     """One conversation's tokens, and for each layer how many heads hold each of them.
 
     The conversation is idle, or in the middle of an answer.
 
     Args:
         scheduler: The server's scheduler.
+        between: Calls a function between two steps.
         name: The name of its answer.
         start: The number of first tokens whose texts are not wanted.
 
     Raises:
         LookupError: There is no conversation of this name.
     """
-    state, seconds = yield partial(_timed, partial(_state, scheduler, name))
+    state, seconds = await between(partial(_timed, partial(_state, scheduler, name)))
     outline, tokenizer, layers, tokens = state
     outline["layers"] = _as_json(layers)
     outline["texts"] = texts = list[str]()
     for first in range(start, len(tokens), TEXTS_AT_A_TIME):
         before = max(0, first - DECODE_CONTEXT)
         decode = partial(token_texts, tokenizer, tokens[before : first + TEXTS_AT_A_TIME])
-        more, took = yield partial(_timed, decode)
+        more, took = await between(partial(_timed, decode))
         texts += more[first - before :]
         seconds += took
     return outline | {"seconds": seconds}
@@ -201,28 +198,24 @@ def _pins(cache: Sequence[Any]) -> list[Span]:
     return list(joined(span for _, entry in bounded_layers(cache) for span in entry.pins))
 
 
-def at_half(scheduler: Scheduler, name: str) -> Steps:
+def at_half(scheduler: Scheduler, name: str) -> dict[str, Any]:
     """The tokens that a conversation would hold if it had to shrink now, as idle ones do.
 
     Raises:
         LookupError: It is not an idle conversation.
         ValueError: It cannot shrink so far.
     """
-
-    def look() -> dict[str, Any]:
-        entry = _named(scheduler, name)
-        if any(one.policy.unit == "layer" for _, one in bounded_layers(entry.cache)):
-            require_alone('with unit="layer" all of them choose the lost tokens together.')
-        cache = copy.deepcopy(entry.cache)
-        shrink(cache)
-        mx.eval([one.state for one in cache])
-        layers = _as_json(tokens_by_layer(cache, entry.count))
-        return {"bytes": sum(one.nbytes for one in cache), "layers": layers}
-
-    return (yield look)
+    entry = _named(scheduler, name)
+    if any(one.policy.unit == "layer" for _, one in bounded_layers(entry.cache)):
+        require_alone('with unit="layer" all of them choose the lost tokens together.')
+    cache = copy.deepcopy(entry.cache)
+    shrink(cache)
+    mx.eval([one.state for one in cache])
+    layers = _as_json(tokens_by_layer(cache, entry.count))
+    return {"bytes": sum(one.nbytes for one in cache), "layers": layers}
 
 
-def change_pins(scheduler: Scheduler, name: str, body: Any) -> Steps:
+def change_pins(scheduler: Scheduler, name: str, body: Any) -> dict[str, Any]:
     """Pin or unpin tokens of an idle conversation.
 
     Args:
@@ -236,31 +229,23 @@ def change_pins(scheduler: Scheduler, name: str, body: Any) -> Steps:
     """
     what = _change_in(body)
     require_alone("pins are a request's (its field mlx_h2o.pins), or the server's (--pin-role).")
-
-    def change() -> dict[str, Any]:
-        entry = _named(scheduler, name)
-        everything = what == "unpin" and body[what] == "all"
-        spans = None if everything else checked_spans(what, body[what])
-        if spans and spans[-1][1] > entry.count:
-            last = spans[-1][1] - 1
-            raise ValueError(f"{what} names position {last}; there are {entry.count} tokens.")
-        answer = PinAnswer()
-        if what == "pin":
-            assert spans is not None
-            layers = bounded_entries(entry.cache)
-            answer = PinAnswer.of_all(layer.pins_beside(spans)[1] for layer in layers)
-            if not (answer.pinned or answer.partly):
-                raise ValueError("No head holds these tokens any more, so they cannot be pinned.")
-            scheduler.conversations.change(entry, lambda cache: pin(cache, spans))
-        else:
-            scheduler.conversations.change(entry, lambda cache: unpin(cache, spans))
-        return {
-            "pins": _pins(entry.cache),
-            "partly": list(answer.partly),
-            "gone": list(answer.gone),
-        }
-
-    return (yield change)
+    entry = _named(scheduler, name)
+    everything = what == "unpin" and body[what] == "all"
+    spans = None if everything else checked_spans(what, body[what])
+    if spans and spans[-1][1] > entry.count:
+        last = spans[-1][1] - 1
+        raise ValueError(f"{what} names position {last}; there are {entry.count} tokens.")
+    answer = PinAnswer()
+    if what == "pin":
+        assert spans is not None
+        layers = bounded_entries(entry.cache)
+        answer = PinAnswer.of_all(layer.pins_beside(spans)[1] for layer in layers)
+        if not (answer.pinned or answer.partly):
+            raise ValueError("No head holds these tokens any more, so they cannot be pinned.")
+        scheduler.conversations.change(entry, lambda cache: pin(cache, spans))
+    else:
+        scheduler.conversations.change(entry, lambda cache: unpin(cache, spans))
+    return {"pins": _pins(entry.cache), "partly": list(answer.partly), "gone": list(answer.gone)}
 
 
 def _change_in(body: Any) -> str:
