@@ -97,7 +97,7 @@ class Form:
 
     Attributes:
         fact: Makes a fact.
-        asking: The template around a fact's question.
+        question: The template around a fact's question.
         ending: The text after the answer, which belongs to it.
         least: A fact is known if each token of the answer has more than this probability; 0 means
             that each must be the likeliest.
@@ -105,7 +105,7 @@ class Form:
     """
 
     fact: Callable[[random.Random], Fact]
-    asking: str
+    question: str
     ending: str
     least: float
     planted: int
@@ -223,7 +223,7 @@ def recall_task(
         planted = distinct_facts(form, facts, rng)
         target = planted[rng.randrange(facts)]
         statements = [encode(fact.statement + "\n\n") for fact in planted]
-        question = encode(form.asking.format(target.question))
+        question = encode(form.question.format(target.question))
         room = tokens - len(first) - sum(map(len, statements)) - len(question)
         if room < 0:
             raise ValueError(f"{facts} facts do not fit into {tokens} tokens.")

@@ -34,11 +34,11 @@ class OwnAttention:
 
     Attributes:
         digest: Digest of the source of its `__call__` (`digest_of`).
-        asking: The same computation with the same arguments, but asking the cache to attend.
+        with_cache: The same computation with the same arguments, in which the cache attends.
     """
 
     digest: str
-    asking: Call
+    with_cache: Call
 
 
 def _gemma2(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any:
@@ -163,7 +163,7 @@ def install() -> None:
             continue
         if attention not in _replaced and digest_of(attention.__call__) == own.digest:
             _replaced[attention] = attention.__call__
-            attention.__call__ = _asking(attention.__call__, own.asking)
+            attention.__call__ = _through_cache(attention.__call__, own.with_cache)
 
 
 def uninstall() -> None:
@@ -236,14 +236,14 @@ def attend(
     return out
 
 
-def _asking(original: Call, asking: Call) -> Call:
+def _through_cache(original: Call, with_cache: Call) -> Call:
     """A module's `__call__` that asks caches that can attend."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("cache", args[2] if len(args) > 2 else None)  # after x and mask
-        chosen = asking if getattr(cache, "attending", False) else original
-        return chosen(self, *args, **kwargs)
+        do = with_cache if getattr(cache, "attending", False) else original
+        return do(self, *args, **kwargs)
 
     return call
 

@@ -31,7 +31,7 @@ _IN_MLX_LM: dict[str, dict[str, Callable[[Any], Any]]] = {
     "mlx_lm.models.cache": {
         "save_prompt_cache": refusing,
         "trim_prompt_cache": trimming.trimming,
-        "can_trim_prompt_cache": trimming.asking,
+        "can_trim_prompt_cache": trimming.trimmability,
         "LRUPromptCache.fetch_nearest_cache": trimming.by_any_number,
         "LRUPromptCache.insert_cache": trimming.by_any_number,
     },

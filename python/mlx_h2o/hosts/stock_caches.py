@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_h2o.hosts.loaded import host_of, is_plain, language_model
 
 # Ids of the models whose own caches are being made.
-_in_progress: ContextVar[frozenset[int]] = ContextVar("asked", default=frozenset())
+_models: ContextVar[frozenset[int]] = ContextVar("models", default=frozenset())
 
 
 def stock_caches(model: nn.Module) -> list[Any]:
@@ -23,7 +23,7 @@ def stock_caches(model: nn.Module) -> list[Any]:
     """
     model = language_model(model)
     host = host_of(model)
-    with _asking(model):
+    with _making_caches(model):
         caches = host.make_prompt_cache(model)
     for i, layer in enumerate(getattr(model, "layers", ())):
         if hasattr(layer, "cross_attn") and is_plain(caches[i]):
@@ -31,14 +31,14 @@ def stock_caches(model: nn.Module) -> list[Any]:
     return caches
 
 
-def asking() -> bool:
+def makes_stock_caches() -> bool:
     """Whether some model's own caches are being made."""
-    return bool(_in_progress.get())
+    return bool(_models.get())
 
 
-def is_asked(model: nn.Module) -> bool:
+def makes_caches_of(model: nn.Module) -> bool:
     """Whether `stock_caches` is making this model's caches: a call now stands in its place."""
-    return id(model) in _in_progress.get()
+    return id(model) in _models.get()
 
 
 def caches_beneath(model: nn.Module) -> list[Any]:
@@ -61,9 +61,9 @@ def caches_beneath(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _asking(model: nn.Module) -> Iterator[None]:
-    token = _in_progress.set(_in_progress.get() | {id(model)})
+def _making_caches(model: nn.Module) -> Iterator[None]:
+    token = _models.set(_models.get() | {id(model)})
     try:
         yield
     finally:
-        _in_progress.reset(token)
+        _models.reset(token)

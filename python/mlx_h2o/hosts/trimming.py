@@ -61,7 +61,7 @@ def trimming(original: Callable[..., Any]) -> Callable[..., Any]:
     return trim_prompt_cache
 
 
-def asking(original: Callable[..., bool]) -> Callable[..., bool]:
+def trimmability(original: Callable[..., bool]) -> Callable[..., bool]:
     """mlx-lm's `can_trim_prompt_cache`, in the meaning that its caller needs.
 
     What a cache took in before speculative decoding begins (a loaded cache, a prompt that was read

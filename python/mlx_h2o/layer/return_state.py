@@ -55,7 +55,7 @@ class ReturnState:
             q: `[1, Hq, L, D]`, as the model made them.
             heads: KV heads, H.
         """
-        queries = [*self.queries, self.asking(q, heads)]
+        queries = [*self.queries, self.newest(q, heads)]
         spare = sum(part.shape[2] for part in queries) - self.settings.window
         while spare >= queries[0].shape[2]:
             spare -= queries.pop(0).shape[2]
@@ -63,7 +63,7 @@ class ReturnState:
             queries[0] = mx.contiguous(queries[0][:, :, spare:])
         self.queries = queries
 
-    def asking(self, q: mx.array, heads: int) -> mx.array:
+    def newest(self, q: mx.array, heads: int) -> mx.array:
         """What is kept of queries `[1, Hq, L, D]`, with H `heads`: `[1, asking * G, W, D]`."""
         last = q[:, :, -self.settings.window :]
         if self.heads is not None:

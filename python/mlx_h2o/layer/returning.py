@@ -114,7 +114,7 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
     H = layer.store.heads
     queries, own = list(back.queries), None
     if call.q.shape[2] > 1:
-        queries, own = [*queries, back.asking(call.q, H)], new_keys
+        queries, own = [*queries, back.newest(call.q, H)], new_keys
     if not queries:
         return
     q = mx.concatenate(queries, axis=2)[:, :, -back.settings.window :].astype(mx.float32)

@@ -19,7 +19,7 @@ from mlx_h2o.hosts.host import Host
 from mlx_h2o.hosts.loaded import for_each_host, forget, hosts
 from mlx_h2o.hosts.patching import replace_everywhere
 from mlx_h2o.hosts.refusals import NothingToBound
-from mlx_h2o.hosts.stock_caches import asking, stock_caches
+from mlx_h2o.hosts.stock_caches import makes_stock_caches, stock_caches
 from mlx_h2o.models.make import bounded_caches
 
 #: mlx-lm's caches that hold every token.
@@ -121,7 +121,7 @@ def _bounding_of(host: Host) -> Callable[..., list[Any]]:
     @functools.wraps(own)
     def make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
         # Nothing is installed any more, or a model's own make_cache asks, for a part of it.
-        if _settings is None or asking():
+        if _settings is None or makes_stock_caches():
             return own(model, max_kv_size)
         settings = _settings if max_kv_size is None else _settings.of_size(max_kv_size)
         try:

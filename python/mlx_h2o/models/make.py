@@ -23,7 +23,7 @@ from mlx_h2o.hosts.layer_probe import layer_kinds
 from mlx_h2o.hosts.loaded import language_model
 from mlx_h2o.hosts.recorder import trained_context
 from mlx_h2o.hosts.refusals import check_settings, require_boundable
-from mlx_h2o.hosts.stock_caches import caches_beneath, is_asked, stock_caches
+from mlx_h2o.hosts.stock_caches import caches_beneath, makes_caches_of, stock_caches
 from mlx_h2o.loading.identity import architecture
 from mlx_h2o.models.model_data import model_data
 from mlx_h2o.spill.setting import Spill
@@ -65,7 +65,7 @@ def make_prompt_cache(
             this model.
     """
     model = language_model(model)
-    if is_asked(model):  # called by its own make_cache, whose function this one replaces
+    if makes_caches_of(model):  # called by its own make_cache, whose function this one replaces
         return caches_beneath(model)
     return bounded_caches(model, ModelSettings.of(max_size, **options))
 

@@ -124,7 +124,7 @@ def _prompt(
     """One prompt: its tokens, the question's place, the answer, and the fact's distance."""
     form = reader.form
     target, others = facts_of(reader, needle.kind, rng)
-    question = reader.encode(form.asking.format(target.question))
+    question = reader.encode(form.question.format(target.question))
     statement = reader.encode(target.statement + "\n\n")
     company = [reader.encode(fact.statement + "\n\n") for fact in others]
     planted = len(statement) + sum(map(len, company))
@@ -274,9 +274,9 @@ def of_records(
     records: Sequence[dict[str, Any]], full: Sequence[dict[str, Any]], **which: Any
 ) -> tuple[int, int]:
     """Known and asked, summed over the records of some kind, depth, length or question."""
-    known_, asked_ = 0, 0
+    right, total = 0, 0
     for ours, theirs in zip(records, full, strict=True):
         if all(ours[name] == value for name, value in which.items()):
-            right, of = part_of(ours["known"], theirs["known"])
-            known_, asked_ = known_ + right, asked_ + of
-    return known_, asked_
+            of_record = part_of(ours["known"], theirs["known"])
+            right, total = right + of_record[0], total + of_record[1]
+    return right, total

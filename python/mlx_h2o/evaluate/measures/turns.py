@@ -203,10 +203,10 @@ def _probe(
         free: Whether questions are sentences to complete, for which the likeliest word counts.
         tell: Called with the tokens read since the last call.
     """
-    asking, ending, least = reader.form.asking, reader.form.ending, reader.form.least
+    template, ending, least = reader.form.question, reader.form.ending, reader.form.least
     if free:
-        asking, ending, least = "{}", "", 0.0
-    questions = [reader.encode("\n\n" + asking.format(fact.question)) for fact in facts]
+        template, ending, least = "{}", "", 0.0
+    questions = [reader.encode("\n\n" + template.format(fact.question)) for fact in facts]
     longest = max(map(len, questions))
     rows = [
         text[: longest - len(question)] + question
