@@ -14,7 +14,6 @@ from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.registry import field_of_text
 from mlx_h2o.slots.key_scaling import Frame
-from mlx_h2o.slots.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.slots.pins import Span
 from mlx_h2o.spill.setting import Spill
 
@@ -76,22 +75,8 @@ class CacheOptions(TypedDict, total=False):
     conversation, or with its process."""
 
 
-#: Defaults of options; all others are None.
-DEFAULTS: dict[str, Any] = {
-    "remainder": True,
-    "group_size": DEFAULT_GROUP_SIZE,
-    "undo": 0,
-    "positions": "absolute",
-    "pins": (),
-    "profile": "first use",
-}
-#: The names of all options.
+#: The names of all options; their defaults are `settings.DEFAULTS`.
 NAMES = tuple(CacheOptions.__annotations__)
-
-
-def completed(options: CacheOptions) -> dict[str, Any]:
-    """Every option by name, with its default if not given."""
-    return {name: options.get(name, DEFAULTS.get(name)) for name in NAMES}
 
 
 def policy_and_options(spec: str) -> tuple[str, dict[str, Any]]:

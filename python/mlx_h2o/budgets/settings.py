@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -12,7 +12,7 @@ from mlx_h2o import _checks
 from mlx_h2o._byte_size import Share, memory_size
 from mlx_h2o.budgets.allocation import room_for_pins
 from mlx_h2o.budgets.growth import Stage, checked_filling, due
-from mlx_h2o.budgets.options import NAMES, CacheOptions, LayerBudgets, completed
+from mlx_h2o.budgets.options import NAMES, CacheOptions, LayerBudgets
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.tensor_parallel import checked_ranks
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
@@ -268,25 +268,13 @@ class CacheSettings:
 class ModelSettings:
     """The bounds of a whole model's caches, and how they store rows, before the model is known.
 
+    Most fields are options, which `CacheOptions` explains; here are their defaults.
+
     Attributes:
         max_size: Tokens' worth of memory per KV head and layer, on average, or None.
-        max_bytes: Bytes for all bounded layers together, instead of max_size, or None.
-        policy: A policy, its name, or None for the best one that the model can run.
-        remainder: Whether evicted tokens keep contributing through the remainder.
-        budgets: "uniform", a profile, the path of one, or None for the model's own; instead of a
-            size, slots of each layer (`LayerBudgets`).
-        packing: How rows are stored.
-        undo: How many of the last tokens can be taken back after evictions.
-        frames: Key scaling (`Frame`) or None for each of the model's caches, "none", or None for
-            the profile's.
-        context: The most tokens of a conversation, or None for the length that the model was
-            trained for.
+        packing: How rows are stored, by the options `bits` to `recent_bits`.
+        measures: The option `profile`.
         chooses_bits: Whether the size is in bytes and no option says how rows are stored.
-        positions: "absolute", or "rolling": without gaps (`slots/rope.py`).
-        pins: Spans of positions that are never evicted.
-        measures: "first use": a model without a profile is measured for a size in bytes, quickly
-            and once; "never": it is not.
-        spill: Where conversations have files of all their rows, or None.
 
     Raises:
         ValueError: A setting is invalid, or two exclude each other; the message names it.
@@ -342,31 +330,20 @@ class ModelSettings:
         Raises:
             ValueError: An option is unknown or invalid, or two exclude each other.
         """
-        values = completed(options)
-        if values["positions"] == "rolling":  # the remainder that is only a default is turned off
-            values["remainder"] = options.get("remainder", False)
-        _check_names(options, values["policy"])
-        stored = ("bits", "k_bits", "v_bits", "group_size", "recent_bits")
-        packing = packing_of(**{name: values[name] for name in stored})
-        if not packing.packs and values["group_size"] != DEFAULT_GROUP_SIZE:
+        _check_names(options, options.get("policy"))
+        values: dict[str, Any] = {name: options[name] for name in NAMES if name in options}  # type: ignore[literal-required]
+        stored = {name: values.pop(name) for name in OF_PACKING if name in values}
+        packing = packing_of(**stored)
+        if not packing.packs and stored.get("group_size", DEFAULT_GROUP_SIZE) != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
-        says_bits = any(values[name] is not None for name in stored if "bits" in name)
-        says_form = says_bits or values["positions"] == "rolling"
+        says_form = any(value is not None for name, value in stored.items() if "bits" in name)
+        if values.get("positions") == "rolling":
+            says_form = True
+            values.setdefault("remainder", False)  # a remainder that is only the default
+        chooses_bits = values.get("max_bytes") is not None and not says_form
+        measures = values.pop("profile", PROFILES[0])
         return cls(
-            max_size,
-            values["max_bytes"],
-            values["policy"],
-            values["remainder"],
-            values["budgets"],
-            packing,
-            values["undo"],
-            values["frames"],
-            values["context"],
-            chooses_bits=values["max_bytes"] is not None and not says_form,
-            positions=values["positions"],
-            pins=values["pins"],
-            measures=values["profile"],
-            spill=values["spill"],
+            max_size, packing=packing, measures=measures, chooses_bits=chooses_bits, **values
         )
 
     @property
@@ -409,15 +386,21 @@ class ModelSettings:
         return make_policy(self.policy or DEFAULT_POLICY)
 
 
+#: The options' defaults; all others are None.
+DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in fields(ModelSettings) if field.name in NAMES
+} | {"profile": PROFILES[0], "group_size": DEFAULT_GROUP_SIZE}
+
+
 def _check_names(options: CacheOptions, policy: str | Policy | None) -> None:
     """Raise ValueError for names that are no options, and say where fields of the policy go."""
     unknown = [name for name, value in options.items() if value is not None and name not in NAMES]
     if not unknown:
         return
     own = make_policy(DEFAULT_POLICY if policy is None else policy)
-    fields_given = [name for name in unknown if name in vars(own)]
-    if fields_given:
-        name = fields_given[0]
+    of_policy = [name for name in unknown if name in vars(own)]
+    if of_policy:
+        name = of_policy[0]
         raise ValueError(
             f"{name} is a field of the policy, with which it is given: "
             f"policy={type(own).__name__}({name}=...), or "
@@ -514,12 +497,16 @@ def one_size(**sizes: Any) -> None:
         raise ValueError(f"Give exactly one of {', '.join(sizes)}; got {got}.")
 
 
+#: The options of `packing_of`.
+OF_PACKING = ("bits", "k_bits", "v_bits", "group_size", "recent_bits")
+
+
 def packing_of(
-    bits: int | None,
-    k_bits: int | None,
-    v_bits: int | None,
-    group_size: int,
-    recent_bits: int | None,
+    bits: int | None = None,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    recent_bits: int | None = None,
 ) -> Packing:
     """How rows are stored, from the options that users give.
 

@@ -527,7 +527,7 @@ class BoundedKVCache(Looking):
     @property
     def pins(self) -> tuple[Span, ...]:
         """Spans of positions whose tokens are never evicted."""
-        return (self._layer.settings if self._layer else self._unopened).pins
+        return self.settings.pins
 
     def pin(self, spans: Sequence[Span]) -> PinAnswer:
         """Never evict the tokens at some positions, whatever the policy.
@@ -554,12 +554,12 @@ class BoundedKVCache(Looking):
     def unpin(self, spans: Sequence[Span] | None = None) -> None:
         """Allow pinned tokens to be evicted; all of them without `spans`."""
         pins = () if spans is None else without(self.pins, checked_spans("spans", spans))
-        self.pin_as(replace(self._layer.settings if self._layer else self._unopened, pins=pins))
+        self.pin_as(replace(self.settings, pins=pins))
 
     def pinned_settings(self, spans: Sequence[Span]) -> tuple[CacheSettings, PinAnswer]:
         """The settings that `pin` would set and its result; same arguments and errors."""
         pins, answer = self.pins_beside(spans)
-        return replace(self._layer.settings if self._layer else self._unopened, pins=pins), answer
+        return replace(self.settings, pins=pins), answer
 
     def pins_beside(self, spans: Sequence[Span]) -> tuple[tuple[Span, ...], PinAnswer]:
         """The pins that there would be after `pin`, whether or not there is room, and its result.

@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import _checks
-from mlx_h2o.budgets.options import DEFAULTS, NAMES, CacheOptions
-from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.budgets.options import NAMES, CacheOptions
+from mlx_h2o.budgets.settings import DEFAULTS, ModelSettings
 from mlx_h2o.hosts import routing
 from mlx_h2o.hosts.cache_lists import entries
 from mlx_h2o.hosts.host import Host
