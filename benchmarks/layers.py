@@ -8,7 +8,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_h2o.attention.backends import choice
-from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent, PlannedToken
+from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent, TokenPlan
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy
 from mlx_h2o.slots.packed import Packing, value_lengths
@@ -74,7 +74,7 @@ def full_layer(
             for start, n in zip(starts, lengths, strict=False)
         )
         return layer.step(
-            DecodeStep(q, new_key, new_value, width**-0.5, None, [PlannedToken(offset, plan)])
+            DecodeStep(q, new_key, new_value, width**-0.5, None, [TokenPlan(offset, plan)])
         )
 
     return step

@@ -17,10 +17,6 @@ thread_local bool kernels_wanted_here = true;
 // Queries whose logits are held at a time where only their sum is wanted.
 constexpr int kQueryBlock = 256;
 
-bool is_float(mx::Dtype dtype) {
-  return dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16;
-}
-
 void check_operands(
     const mx::array& q, const Parts& k, const Parts& v, const Masking& mask,
     const std::optional<mx::array>& sinks) {
@@ -70,7 +66,7 @@ mx::array masked(const mx::array& logits, const Masking& mask) {
 }
 
 // The definition (backends/reference.py), over one kind of rows.
-Attended plain(
+AttentionResult plain(
     const mx::array& q, const Stored& rows_k, const Stored& rows_v, float scale,
     const Masking& mask, const std::optional<mx::array>& sinks, const std::optional<Seed>& seed,
     Export wanted) {
@@ -86,13 +82,13 @@ Attended plain(
   const mx::array weights = mx::reshape(softmax_weights(logits, lse), {B, Hk, -1, N});
   mx::array out = mx::reshape(mx::matmul(weights, v), {B, Hq, L, -1});
   if (seed) std::tie(out, lse) = join(out, lse, seed->first, seed->second);
-  Attended attended{mx::astype(out, q.dtype()), lse, std::nullopt, std::nullopt};
+  AttentionResult attended{mx::astype(out, q.dtype()), lse, std::nullopt, std::nullopt};
   if (wanted == Export::logits) attended.logits = logits;
   if (wanted == Export::mass) attended.mass = attention_mass(logits, lse, Hk);
   return attended;
 }
 
-Attended of_one_kind(
+AttentionResult of_one_kind(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted) {
   const Backend who = backend();
@@ -112,13 +108,13 @@ Masking columns_of(const Masking& mask, int start, int end, int L, int N) {
   return {false, mx::less_equal(range(start, end), mx::expand_dims(range(N - L, N), 1))};
 }
 
-Attended joined(
+AttentionResult joined(
     const mx::array& q, const Parts& k, const Parts& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted) {
   // Masses need the lse of all columns, so every kind is asked for its logits.
   const Export asked = wanted == Export::none ? wanted : Export::logits;
   const int L = q.shape(2), N = count(k);
-  std::vector<Attended> kinds;
+  std::vector<AttentionResult> kinds;
   for (int i = 0, start = 0; i < static_cast<int>(k.size()); ++i) {
     const int end = start + count(k[i]);
     if (start == end) continue;
@@ -133,11 +129,11 @@ Attended joined(
   for (size_t i = 1; i < kinds.size(); ++i) lse = mx::logaddexp(lse, kinds[i].lse);
   mx::array out = mx::zeros(kinds[0].out.shape());
   std::vector<mx::array> logits;
-  for (const Attended& kind : kinds) {
+  for (const AttentionResult& kind : kinds) {
     out = out + f32(kind.out) * softmax_weights(mx::expand_dims(kind.lse, -1), lse);
     if (kind.logits) logits.push_back(*kind.logits);
   }
-  Attended whole{mx::astype(out, q.dtype()), lse, std::nullopt, std::nullopt};
+  AttentionResult whole{mx::astype(out, q.dtype()), lse, std::nullopt, std::nullopt};
   if (wanted == Export::none) return whole;
   whole.logits = join_along(std::move(logits), -1);
   if (wanted == Export::mass)
@@ -171,7 +167,7 @@ KernelScope::~KernelScope() {
   kernels_wanted_here = outer_;
 }
 
-Attended attend(
+AttentionResult attend(
     const mx::array& q, const Parts& k, const Parts& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted) {
   check_operands(q, k, v, mask, sinks);
@@ -188,7 +184,7 @@ Attended attend(
     const int end = std::min(start + kQueryBlock, L), keys = mask.causal ? N - L + end : N;
     std::optional<Seed> of_block;
     if (seed) of_block = Seed{part(seed->first, 2, start, end), seed->second};
-    const Attended block = attend(
+    const AttentionResult block = attend(
         part(q, 2, start, end), first_rows(k, keys), first_rows(v, keys), scale, mask, sinks,
         of_block, wanted);
     outs.push_back(block.out);

@@ -27,7 +27,7 @@ struct Masking {
   std::optional<mx::array> array;
 };
 
-struct Attended {
+struct AttentionResult {
   mx::array out;                    // [B, Hq, L, Dv]
   mx::array lse;                    // [B, Hq, L]
   std::optional<mx::array> logits;  // [B, Hq, L, N], of Export::logits
@@ -35,7 +35,7 @@ struct Attended {
 };
 
 // q [B, Hq, L, D] over keys and values joined alike; sinks [Hq]. Raises for what does not fit.
-Attended attend(
+AttentionResult attend(
     const mx::array& q, const Parts& k, const Parts& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted);
 

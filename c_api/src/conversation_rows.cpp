@@ -80,8 +80,8 @@ void ConversationRows::evaluate_held() {
   std::vector<mx::array> all;
   for (LayerRows* const rows : rows_) {
     if (!rows) continue;
-    const std::vector<mx::array> held = rows->held();
-    all.insert(all.end(), held.begin(), held.end());
+    const std::vector<mx::array> waiting = rows->waiting();
+    all.insert(all.end(), waiting.begin(), waiting.end());
     rows->settled();
   }
   evaluate(all);

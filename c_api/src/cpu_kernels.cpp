@@ -40,9 +40,8 @@ class CPUDecoder : public Decoder {
 
   mx::array step(DecodeStep step) override {
     const AttentionCall& call = step.call;
-    PlannedToken token{step.offset, std::move(step.heads), step.recent, step.aged_from};
     return DecodingLayer::step(
-        {&layer_}, call.q, step.keys, step.values, call.scale, call.sinks, {{std::move(token)}},
+        {&layer_}, call.q, step.keys, step.values, call.scale, call.sinks, {{std::move(step.plan)}},
         stream());
   }
 
@@ -83,8 +82,8 @@ class CPUDecoder : public Decoder {
 
   // Of size 0 where there are none.
   static mx::array scores_of(const Fields& fields) {
-    const auto found = fields.find("scores");
-    return found == fields.end() ? mx::zeros({0}) : found->second;
+    const auto it = fields.find("scores");
+    return it == fields.end() ? mx::zeros({0}) : it->second;
   }
 
   std::optional<Recent> recent_of(const Lent& lent) {
@@ -122,13 +121,13 @@ bool cpu_kernels_serve() {
   return mx::default_device() == mx::Device::cpu;
 }
 
-Attended cpu_attend(
+AttentionResult cpu_attend(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted) {
   const auto arrays = attention(
       q, k, v, scale, mask.causal, mask.array, sinks, seed, std::nullopt, wanted,
       mx::default_stream(mx::default_device()));
-  Attended attended{arrays[0], arrays[1], std::nullopt, std::nullopt};
+  AttentionResult attended{arrays[0], arrays[1], std::nullopt, std::nullopt};
   if (wanted == Export::logits) attended.logits = arrays[2];
   if (wanted == Export::mass) attended.mass = arrays[2];
   return attended;

@@ -10,7 +10,7 @@ namespace mlx_h2o {
 bool cpu_kernels_serve();
 
 // As `attend`, over rows of one kind.
-Attended cpu_attend(
+AttentionResult cpu_attend(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted);
 

@@ -14,19 +14,9 @@ namespace mlx_h2o {
 
 // One token of a layer.
 struct DecodeStep {
-  const AttentionCall& call;         // q [B, Hq, 1, D]
-  const mx::array &keys, &values;    // [B, H, 1, D] and [B, H, 1, Dv]
-  int offset;                        // the next logical position
-  std::vector<HeadPlan> heads;       // one plan for each KV head
-  std::optional<RecentStep> recent;  // what happens in the recent window, if there is one
-  int aged_from;                     // the position from which ages count
-
-  // Whether any head has evicted a token.
-  bool evicted() const {
-    for (const HeadPlan& head : heads)
-      if (head.evicted > 0) return true;
-    return false;
-  }
+  const AttentionCall& call;       // q [B, Hq, 1, D]
+  const mx::array &keys, &values;  // [B, H, 1, D] and [B, H, 1, Dv]
+  TokenPlan plan;
 };
 
 // The arrays that a layer lends to a decoder, and gets back.

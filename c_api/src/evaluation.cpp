@@ -34,6 +34,18 @@ void evaluate(const std::vector<mx::array>& arrays) {
       !status, "Arrays could not be evaluated.", now.evaluator ? Blame::program : Blame::internal);
 }
 
+std::vector<float> floats_of(const mx::array& a) {
+  const mx::array dense = mx::contiguous(f32(a));
+  evaluate({dense});
+  return {dense.data<float>(), dense.data<float>() + dense.size()};
+}
+
+std::vector<int> ints_of(const mx::array& a) {
+  const mx::array dense = mx::contiguous(mx::astype(a, mx::int32));
+  evaluate({dense});
+  return {dense.data<int>(), dense.data<int>() + dense.size()};
+}
+
 void set_evaluator(mlx_h2o_evaluator evaluator, void* context) {
   const std::lock_guard lock(mutex);
   chosen = {evaluator, context};

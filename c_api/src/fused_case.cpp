@@ -141,11 +141,11 @@ Deviation FusedVariant::check() const {
     }
     expected = decoded(*theirs, *exact, tokens, scale);
   }
-  const std::vector<mx::array> found = decoded(*ours, *given, tokens, scale);
+  const std::vector<mx::array> actual = decoded(*ours, *given, tokens, scale);
   const OnCPU cpu;
-  std::vector<Compared> all;
+  std::vector<Comparison> all;
   for (int i = 0; i < kSteps; ++i)
-    all.push_back({"output " + std::to_string(i + 1), found[i], expected[i], tolerance_of(dtype)});
+    all.push_back({"output " + std::to_string(i + 1), actual[i], expected[i], tolerance_of(dtype)});
   all.push_back({"what is kept", ours->kept(), theirs->kept(), kExact});
   if (like.policy.needs_attention())
     all.push_back(

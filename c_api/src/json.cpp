@@ -85,30 +85,30 @@ struct Parser {
     const bool whole = digits.find_first_of(".eE") == std::string::npos;
     std::istringstream stream(digits);
     stream.imbue(std::locale::classic());
-    Json found;
+    Json result;
     if (whole) {
       int64_t number = 0;
       stream >> number;
-      found.value = number;
+      result.value = number;
     } else {
       double number = 0;
       stream >> number;
-      found.value = number;
+      result.value = number;
     }
     if (digits.empty() || digits[0] == '+' || stream.fail() || stream.peek() != EOF) fail();
     at += digits.size();
-    return found;
+    return result;
   }
 
   std::string words() {
-    std::string found;
+    std::string result;
     for (++at; at < text.size() && text[at] != '"'; ++at) {
       if (static_cast<unsigned char>(text[at]) < ' ') fail();
-      found += text[at] == '\\' ? escaped() : std::string(1, text[at]);
+      result += text[at] == '\\' ? escaped() : std::string(1, text[at]);
     }
     if (at >= text.size()) fail();
     ++at;
-    return found;
+    return result;
   }
 
   std::string escaped() {
@@ -176,9 +176,9 @@ std::string text_of(double number) {
 
 Json Json::parsed(const std::string& text) {
   Parser parser{text};
-  Json found = parser.value(0);
+  Json result = parser.value(0);
   if (parser.next()) parser.fail();
-  return found;
+  return result;
 }
 
 std::string Json::text() const {
@@ -247,9 +247,9 @@ std::vector<int> Json::wholes(const std::string& name, int64_t least, int64_t mo
 
 const Json& member(const Json::Object& object, const std::string& name, bool optional) {
   static const Json nothing;
-  const auto found = object.find(name);
-  check(optional || found != object.end(), "There is no " + name + ".");
-  return found == object.end() ? nothing : found->second;
+  const auto it = object.find(name);
+  check(optional || it != object.end(), "There is no " + name + ".");
+  return it == object.end() ? nothing : it->second;
 }
 
 }  // namespace mlx_h2o

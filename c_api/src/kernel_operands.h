@@ -25,6 +25,9 @@ struct Frame {
   mx::array centre, scale;
 };
 
+// Slots of each KV head in flat keys and values [B, S, width]: its first slot and how many.
+using Ranges = std::vector<std::pair<int64_t, int>>;
+
 // What attention hands out beside its output and lse.
 enum class Export { none, logits, mass };
 

@@ -4,6 +4,10 @@
 
 #include <stdint.h>
 
+#include <algorithm>
+#include <optional>
+#include <vector>
+
 namespace mlx_h2o {
 
 // Query rows of a KV head in one call at most; they and their outputs stay in a CPU's second-level
@@ -53,6 +57,23 @@ struct HeadPlan {
 struct RecentStep {
   int slot, length;
   bool leaving;
+};
+
+// What a layer does with one token.
+struct TokenPlan {
+  int offset;                        // the next logical position; the new token's is one less
+  std::vector<HeadPlan> heads;       // one plan for each KV head
+  std::optional<RecentStep> recent;  // where the newest tokens are stored apart
+  int aged_from = 0;                 // the position from which ages count
+
+  // Whether any head has evicted a token.
+  bool evicts() const {
+    return std::any_of(heads.begin(), heads.end(), [](auto& head) { return head.evicted > 0; });
+  }
+  // Whether any head is to name its next victims.
+  bool chooses() const {
+    return std::any_of(heads.begin(), heads.end(), [](auto& head) { return head.choose; });
+  }
 };
 
 }  // namespace mlx_h2o

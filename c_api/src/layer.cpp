@@ -175,7 +175,7 @@ mx::array BoundedLayer::decode(
   ++offset_;
   const std::optional<RecentStep> recent = memory_.advance_window();
   std::vector<HeadPlan> heads = advanced(recent && !recent->leaving);
-  return decoder.step({call, keys, values, offset_, std::move(heads), recent, aged_from_});
+  return decoder.step({call, keys, values, {offset_, std::move(heads), recent, aged_from_}});
 }
 
 // What each head does in a fused step; no row comes into slots where the new one `stays` recent.

@@ -8,7 +8,7 @@ namespace {
 
 // The most times that rows may come before the file is made: once for each token of a first chunk
 // that is processed token by token.
-constexpr size_t kMostHeld = 1 << 12;
+constexpr size_t kMostChunks = 1 << 12;
 
 Fields rows_of(const Fields& rows, int first, int last) {
   Fields some;
@@ -37,15 +37,15 @@ int64_t LayerRows::available() {
 size_t LayerRows::nbytes() const {
   const RowFile* const file = conversation_->file();
   size_t bytes = file ? file->nbytes(layer_) : 0;
-  for (const Held& held : held_)
-    for (const auto& [name, rows] : held.rows) bytes += rows.nbytes();
+  for (const Chunk& chunk : waiting_)
+    for (const auto& [name, rows] : chunk.rows) bytes += rows.nbytes();
   return bytes;
 }
 
-std::vector<mx::array> LayerRows::held() const {
+std::vector<mx::array> LayerRows::waiting() const {
   std::vector<mx::array> all;
-  for (const Held& held : held_)
-    for (const auto& [name, rows] : held.rows) all.push_back(rows);
+  for (const Chunk& chunk : waiting_)
+    for (const auto& [name, rows] : chunk.rows) all.push_back(rows);
   return all;
 }
 
@@ -57,18 +57,19 @@ void LayerRows::take(int64_t first, RowKind kind, const Fields& rows) {
 }
 
 void LayerRows::come(int64_t first, RowKind kind, const Fields& rows) {
-  if (!conversation_->well()) return held_.clear();
+  if (!conversation_->well()) return waiting_.clear();
   if (rows.at("keys").shape(0) > 1) return stop("a cache of several sequences at once has none");
   if (first != offset_) return stop("tokens came in another order");
-  if (!conversation_->file() && held_.size() > kMostHeld) return stop("some layers got no rows");
-  Held held{kind, rows.at("keys").shape(2), {}};
+  if (!conversation_->file() && waiting_.size() > kMostChunks)
+    return stop("some layers got no rows");
+  Chunk chunk{kind, rows.at("keys").shape(2), {}};
   for (const std::string& name :
        kind == RowKind::stored ? names() : std::vector<std::string>{"keys", "values"})
-    held.rows.emplace(name, rows.at(name));
-  offset_ += held.count;
-  held_.push_back(std::move(held));
+    chunk.rows.emplace(name, rows.at(name));
+  offset_ += chunk.count;
+  waiting_.push_back(std::move(chunk));
   conversation_->reads(layer_, this);
-  if (!conversation_->file()) conversation_->come(layer_, form_of(held_.back()));
+  if (!conversation_->file()) conversation_->come(layer_, form_of(waiting_.back()));
   give();
 }
 
@@ -82,7 +83,7 @@ void LayerRows::take_chunk(
 }
 
 void LayerRows::stop(const std::string& why) {
-  held_.clear();
+  waiting_.clear();
   conversation_->fail(why);
 }
 
@@ -99,7 +100,7 @@ void LayerRows::give() {
   if (count > kBlockPositions && file->complete() == first_) conversation_->evaluate_held();
 }
 
-// The first rows held, as slots store them; they are held no longer.
+// The first rows chunk, as slots store them; they are held no longer.
 Fields LayerRows::packed_first(int count) {
   std::vector<Fields> done, alike;
   std::optional<RowKind> kind;
@@ -108,17 +109,17 @@ Fields LayerRows::packed_first(int count) {
     alike.clear();
   };
   while (count) {
-    Held& held = held_.front();
-    const int here = std::min(held.count, count);
-    if (kind != held.kind) pack_alike();
-    kind = held.kind;
-    alike.push_back(here < held.count ? rows_of(held.rows, 0, here) : held.rows);
-    if (here < held.count) {
-      held.rows = rows_of(held.rows, here, held.count);
-      for (auto& [name, left] : held.rows) left = mx::contiguous(left);  // without the others
-      held.count -= here;
+    Chunk& chunk = waiting_.front();
+    const int here = std::min(chunk.count, count);
+    if (kind != chunk.kind) pack_alike();
+    kind = chunk.kind;
+    alike.push_back(here < chunk.count ? rows_of(chunk.rows, 0, here) : chunk.rows);
+    if (here < chunk.count) {
+      chunk.rows = rows_of(chunk.rows, here, chunk.count);
+      for (auto& [name, left] : chunk.rows) left = mx::contiguous(left);  // without the others
+      chunk.count -= here;
     } else {
-      held_.pop_front();
+      waiting_.pop_front();
     }
     count -= here;
   }
@@ -157,8 +158,8 @@ std::vector<std::string> LayerRows::names() const {
   return all;
 }
 
-LayerForm LayerRows::form_of(const Held& held) const {
-  const Fields one = stored(held.kind, rows_of(held.rows, 0, 1));
+LayerForm LayerRows::form_of(const Chunk& chunk) const {
+  const Fields one = stored(chunk.kind, rows_of(chunk.rows, 0, 1));
   LayerForm form{one.at("keys").shape(1), {}};
   for (const std::string& name : names())
     form.fields.push_back({name, one.at(name).dtype(), one.at(name).shape(3)});
@@ -169,15 +170,15 @@ LayerForm LayerRows::form_of(const Held& held) const {
 
 void LayerRows::trim(int64_t offset) {
   fresh_.clear();
-  if (!conversation_->well()) return held_.clear();
-  while (!held_.empty() && offset_ > offset) {
-    Held& last = held_.back();
+  if (!conversation_->well()) return waiting_.clear();
+  while (!waiting_.empty() && offset_ > offset) {
+    Chunk& last = waiting_.back();
     const int left = int(std::max<int64_t>(offset - (offset_ - last.count), 0));
     offset_ -= last.count - left;
     if (left)
       last.rows = rows_of(last.rows, 0, left), last.count = left;
     else
-      held_.pop_back();
+      waiting_.pop_back();
   }
   if (offset >= first_) return;
   conversation_->digests.truncate(layer_, int(offset));
@@ -192,7 +193,7 @@ void LayerRows::trim(int64_t offset) {
       std::vector<RowBytes> of_heads;
       for (int head = 0; head < settings_.heads(); ++head)
         of_heads.push_back(rows(head, positions));
-      held_.push_back({RowKind::stored, count, in_mlx(of_heads)});
+      waiting_.push_back({RowKind::stored, count, in_mlx(of_heads)});
     }
   } catch (const FileError& error) {
     return stop(error.what());

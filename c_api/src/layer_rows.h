@@ -32,18 +32,18 @@ class LayerRows {
   std::vector<std::string> names() const;
   // Positions whose rows `rows` can give: whole blocks, while all is well.
   int64_t available();
-  // Bytes of the rows in memory: those held here, and those that wait in the file.
+  // Bytes of the rows in memory: those that wait here, and those in the file's blocks.
   size_t nbytes() const;
   // Arrays that the last step made for the file, to be evaluated with its output.
   const std::vector<mx::array>& fresh() const {
     return fresh_;
   }
-  // All arrays that were made for the file were evaluated, but for those that are held here.
+  // All arrays that were made for the file were evaluated, but for those that wait here.
   void settled() {
     fresh_.clear();
   }
-  // The arrays of rows that are held here.
-  std::vector<mx::array> held() const;
+  // The arrays of rows that wait here.
+  std::vector<mx::array> waiting() const;
 
   // Takes rows [1, H, L, width]: "keys" and "values", or of stored ones all fields.
   void take(int64_t first, RowKind kind, const Fields& rows);
@@ -73,7 +73,8 @@ class LayerRows {
   Fields in_mlx(const std::vector<RowBytes>& of_heads) const;
 
  private:
-  struct Held {
+  // Rows that wait until a block is full.
+  struct Chunk {
     RowKind kind;
     int count;
     Fields rows;
@@ -83,13 +84,13 @@ class LayerRows {
   void stop(const std::string& why);
   Fields packed_first(int count);
   Fields stored(RowKind kind, const Fields& rows) const;
-  LayerForm form_of(const Held& held) const;
+  LayerForm form_of(const Chunk& chunk) const;
 
   std::shared_ptr<ConversationRows> conversation_;
   const int layer_;
   const CacheSettings& settings_;
   int64_t first_ = 0, offset_ = 0;  // positions before the first were given to the file
-  std::deque<Held> held_;
+  std::deque<Chunk> waiting_;
   std::vector<mx::array> fresh_;
 };
 

@@ -21,8 +21,7 @@ const char* words(Kind kind) {
 
 bool is_of(Kind kind, mx::Dtype dtype) {
   switch (kind) {
-    case Kind::floating:
-      return dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16;
+    case Kind::floating: return is_float(dtype);
     case Kind::float32: return dtype == mx::float32;
     case Kind::int32: return dtype == mx::int32;
     case Kind::uint32: return dtype == mx::uint32;

@@ -47,8 +47,8 @@ void PageDigests::close() {
 }
 
 int PageDigests::count(int layer) const {
-  const auto found = counts_.find(layer);
-  return found == counts_.end() ? 0 : found->second;
+  const auto it = counts_.find(layer);
+  return it == counts_.end() ? 0 : it->second;
 }
 
 void PageDigests::append(int layer, int heads, int width, const std::vector<float>& keys) {
@@ -82,18 +82,18 @@ Digests PageDigests::read(int layer, int head, int tract, int pages) const {
 }
 
 void PageDigests::truncate(int layer, int position) {
-  if (const auto found = counts_.find(layer); found != counts_.end())
-    found->second = std::min(found->second, position / kPage);
+  if (const auto it = counts_.find(layer); it != counts_.end())
+    it->second = std::min(it->second, position / kPage);
 }
 
 // Where a tract begins; a new one is at the end.
 size_t PageDigests::place(int layer, int tract) {
-  const auto [found, is_new] = tracts_.try_emplace({layer, tract}, end_);
-  if (!is_new) return found->second;
+  const auto [it, is_new] = tracts_.try_emplace({layer, tract}, end_);
+  if (!is_new) return it->second;
   if (!file_) file_.emplace(folder_);
   const Form form = forms_.at(layer);
   end_ += size_t(form.heads) * kTract * bytes_of(form.width);
-  return found->second;
+  return it->second;
 }
 
 }  // namespace mlx_h2o

@@ -152,7 +152,7 @@ std::vector<Setting> Policy::settings() const {
 
 void Policy::set(const Setting& setting) {
   Policy changed = *this;
-  bool found = true;
+  bool known = true;
   if (setting.name == "recent") {
     changed.recent_is_share = !std::holds_alternative<int>(setting.value);
     take(setting, changed.recent);
@@ -161,14 +161,14 @@ void Policy::set(const Setting& setting) {
   } else if (setting.name == "prompt") {
     changed.windowed = second_of(setting, "full", "window");
   } else {
-    found = false;
+    known = false;
     each_field(changed, [&](const char* field, auto& value) {
       if (setting.name != field) return;
       take(setting, value);
-      found = true;
+      known = true;
     });
   }
-  check(found, "Policy " + name + " has no setting " + setting.name + ".");
+  check(known, "Policy " + name + " has no setting " + setting.name + ".");
   changed.check_fields();
   *this = changed;
 }

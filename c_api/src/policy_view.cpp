@@ -31,7 +31,7 @@ std::pair<Parts, Parts> rows_of(BoundedLayer& layer, const Run& run, const Field
 Fields ranked_of(BoundedLayer& layer, const Run& run, const Fields& fields) {
   Fields ranked{{"positions", fields.at("positions")}};
   for (const char* name : {"scores", "value_lengths"})
-    if (const auto found = fields.find(name); found != fields.end()) ranked.insert(*found);
+    if (const auto it = fields.find(name); it != fields.end()) ranked.insert(*it);
   const RecentWindow* window = layer.window();
   if (!window) return ranked;
   const Fields views = window->views(run.first, run.last, layer.offset());

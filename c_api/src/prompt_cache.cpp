@@ -11,8 +11,8 @@ const char* const kVersion = "1";
 
 const std::string& text_of(const Texts& metadata, const std::string& name) {
   static const std::string nothing;
-  const auto found = metadata.find(name);
-  return found == metadata.end() ? nothing : found->second;
+  const auto it = metadata.find(name);
+  return it == metadata.end() ? nothing : it->second;
 }
 
 std::unique_ptr<Core> cache_of(

@@ -23,29 +23,17 @@ constexpr double kFading = 0.9;
 constexpr float kLeastWanted = 0.1f;
 
 // The queries that say what is wanted.
-struct Asked {
+struct Probe {
   mx::array queries;  // [H, G * W, D] float32, times the attention's scale
   mx::array logsums;  // their log-sum-exp over all that is held, [H, G * W, 1]
 };
 
 // What a return changes in a run of heads.
-struct Come {
+struct Change {
   std::optional<Fields> rows;  // that come back, [1, heads, M, ...]
   mx::array scores;            // of the rows in the slots, [1, heads, N]
   std::map<int, Credit> credits;
 };
-
-std::vector<float> floats_of(const mx::array& a) {
-  const mx::array dense = mx::contiguous(f32(a));
-  evaluate({dense});
-  return {dense.data<float>(), dense.data<float>() + dense.size()};
-}
-
-std::vector<int> ints_of(const mx::array& a) {
-  const mx::array dense = mx::contiguous(mx::astype(a, mx::int32));
-  evaluate({dense});
-  return {dense.data<int>(), dense.data<int>() + dense.size()};
-}
 
 float log_of_sum(float a, float b) {
   if (a == -kInfinity) return b;
@@ -60,13 +48,13 @@ class HeadWants {
   // `held` are the positions in the head's slots; `absent` says of each position whether its row
   // was evicted, `may_come` whether it was, or had a lease. At least `most` absent rows are read.
   HeadWants(
-      BoundedLayer& layer, const Returns& settings, int head, const Asked& asked,
+      BoundedLayer& layer, const Returns& settings, int head, const Probe& probe,
       const std::vector<int>& held, const std::vector<bool>& absent,
       const std::vector<bool>& may_come, int most)
       : layer_(layer),
         settings_(settings),
         head_(head),
-        asked_(asked),
+        probe_(probe),
         held_(held),
         absent_(absent),
         may_come_(may_come) {
@@ -85,8 +73,8 @@ class HeadWants {
 
   // How much a row is wanted; 0 where none was read.
   float of(int position) const {
-    const auto found = wanted_.find(position);
-    return found == wanted_.end() ? 0 : found->second;
+    const auto it = wanted_.find(position);
+    return it == wanted_.end() ? 0 : it->second;
   }
   // The rows that get a lease, in order of position.
   std::vector<int> leased(int most) const {
@@ -161,10 +149,10 @@ class HeadWants {
       return estimates;
     }
     const int place = int(std::count(asking.begin(), asking.begin() + head_, true));
-    const int queries = asked_.queries.shape(1), width = asked_.queries.shape(2);
+    const int queries = probe_.queries.shape(1), width = probe_.queries.shape(2);
     // One behind another, so that a key is compared with all of them at once.
-    const std::vector<float> q = floats_of(mx::swapaxes(of_head(asked_.queries), 0, 1));
-    const std::vector<float> sums = floats_of(of_head(asked_.logsums));
+    const std::vector<float> q = floats_of(mx::swapaxes(of_head(probe_.queries), 0, 1));
+    const std::vector<float> sums = floats_of(of_head(probe_.logsums));
     std::vector<float> products(queries);
     for (int first = 0; first < pages; first += kTract) {
       const int some = std::min(pages - first, kTract);
@@ -212,13 +200,13 @@ class HeadWants {
     const Fields rows = layer_.spill->in_mlx({layer_.spill->rows(head_, at)});
     const mx::array keys = f32(dense(layer_.settings.packing.rows("keys", rows)));
     const mx::array of_keys = mx::squeeze(mx::squeeze(seen(keys, at), 0), 0);
-    const mx::array logits = mx::matmul(of_head(asked_.queries), mx::swapaxes(of_keys, 0, 1));
-    const std::vector<float> found = floats_of(logits);
-    const std::vector<float> sums = floats_of(of_head(asked_.logsums));
+    const mx::array logits = mx::matmul(of_head(probe_.queries), mx::swapaxes(of_keys, 0, 1));
+    const std::vector<float> values = floats_of(logits);
+    const std::vector<float> sums = floats_of(of_head(probe_.logsums));
     const size_t M = at.size();
     std::map<int, Mass> own;
     for (size_t query = 0; query < sums.size(); ++query) {
-      const float* of_query = found.data() + query * M;
+      const float* of_query = values.data() + query * M;
       float greatest = -kInfinity, sum = 0;
       for (size_t i = 0; i < M; ++i)
         if (absent_[at[i]]) greatest = std::max(greatest, of_query[i]);
@@ -238,7 +226,7 @@ class HeadWants {
   BoundedLayer& layer_;
   const Returns& settings_;
   const int head_;
-  const Asked& asked_;
+  const Probe& probe_;
   std::vector<int> held_;  // ascending
   const std::vector<bool>&absent_, &may_come_;
   std::set<int> read_;  // pages
@@ -290,21 +278,21 @@ Credit lease(
 // The fields of rows that come back to the heads of a run, [1, heads, M, ...].
 Fields rows_coming(
     BoundedLayer& layer, const Run& run, const Fields& fields,
-    const std::vector<std::vector<int>>& come, const std::map<int, Credit>& credits) {
+    const std::vector<std::vector<int>>& coming, const std::map<int, Credit>& credits) {
   std::vector<RowBytes> of_heads;
   std::vector<int> positions;
   std::vector<float> scores;
   for (int i = 0; i < run.heads(); ++i) {
-    of_heads.push_back(layer.spill->rows(run.first + i, {come[i].begin(), come[i].end()}));
-    positions.insert(positions.end(), come[i].begin(), come[i].end());
+    of_heads.push_back(layer.spill->rows(run.first + i, {coming[i].begin(), coming[i].end()}));
+    positions.insert(positions.end(), coming[i].begin(), coming[i].end());
     const auto& [leased, raised] = credits.at(run.first + i);
-    for (const int position : come[i]) {
-      const auto found = std::lower_bound(leased.begin(), leased.end(), position);
-      const bool has = found != leased.end() && *found == position;
-      scores.push_back(has ? raised[found - leased.begin()] : 0);
+    for (const int position : coming[i]) {
+      const auto it = std::lower_bound(leased.begin(), leased.end(), position);
+      const bool has = it != leased.end() && *it == position;
+      scores.push_back(has ? raised[it - leased.begin()] : 0);
     }
   }
-  const mx::Shape shape{1, run.heads(), int(come[0].size())};
+  const mx::Shape shape{1, run.heads(), int(coming[0].size())};
   Fields rows = layer.spill->in_mlx(of_heads);
   const mx::array places(positions.begin(), shape, mx::int32);
   rows.insert_or_assign(
@@ -318,9 +306,9 @@ Fields rows_coming(
 }
 
 // What a return changes in a run of heads; none: nothing. It is not changed yet.
-std::optional<Come> come_to(
+std::optional<Change> change_of(
     BoundedLayer& layer, const Returning& back, const Run& run, const Fields& fields,
-    const Asked& asked) {
+    const Probe& probe) {
   const int pages = int(layer.spill->available()) / kPage, count = pages * kPage;
   const std::vector<int> all = ints_of(true_positions(fields.at("positions")));
   const size_t N = all.size() / run.heads();
@@ -355,7 +343,7 @@ std::optional<Come> come_to(
       for (const size_t slot : end_leases(layer, old->second, held[i], of_head))
         if (held[i][slot] < count) may_come[i][held[i][slot]] = true;
     }
-    wants.emplace_back(layer, back.settings, head, asked, held[i], absent[i], may_come[i], most);
+    wants.emplace_back(layer, back.settings, head, probe, held[i], absent[i], may_come[i], most);
     const Credit& credit =
         credits.emplace(head, lease(layer, wants[i], most, held[i], of_head)).first->second;
     const size_t come = std::count_if(
@@ -364,17 +352,17 @@ std::optional<Come> come_to(
   }
   if (!coming && !had) return std::nullopt;
   const mx::array changed(scores.begin(), mx::Shape{1, run.heads(), int(N)}, mx::float32);
-  if (!coming) return Come{std::nullopt, changed, std::move(credits)};
+  if (!coming) return Change{std::nullopt, changed, std::move(credits)};
   // Each head of a run gets as many rows: those that it wants, and others without a lease.
   std::vector<std::vector<int>> chosen;
   for (const HeadWants& of_head : wants) chosen.push_back(of_head.coming(int(coming)));
   Fields rows = rows_coming(layer, run, fields, chosen, credits);
-  return Come{std::move(rows), changed, std::move(credits)};
+  return Change{std::move(rows), changed, std::move(credits)};
 }
 
 // The queries [1, Hq, W, D], times the scale, and their log-sum-exp over slots, remainder, new keys
 // [1, H, L, D] and attention sinks.
-Asked asked_by(
+Probe probe_of(
     BoundedLayer& layer, const mx::array& q, const std::vector<Fields>& held,
     const std::optional<mx::array>& own, const std::optional<mx::array>& sinks) {
   const int H = layer.settings.heads(), W = q.shape(2), D = q.shape(3), G = q.shape(1) / H;
@@ -429,18 +417,18 @@ void digest_new_pages(BoundedLayer& layer) {
 // Gives slots to the rows that come back; the policy evicts as many others.
 void take_in(
     BoundedLayer& layer, Returning& back, std::vector<Fields> held,
-    std::vector<std::optional<Come>> come) {
+    std::vector<std::optional<Change>> changes) {
   layer.forget_steps();
   bool over = false;
   for (size_t i = 0; i < held.size(); ++i) {
     const Run run = layer.runs()[i];
-    if (come[i]) {
-      for (auto& [head, credit] : come[i]->credits)
+    if (changes[i]) {
+      for (auto& [head, credit] : changes[i]->credits)
         back.credits.insert_or_assign(head, std::move(credit));
-      held[i].insert_or_assign("scores", come[i]->scores);
+      held[i].insert_or_assign("scores", changes[i]->scores);
     }
-    if (come[i] && come[i]->rows) {
-      const Fields& rows = *come[i]->rows;
+    if (changes[i] && changes[i]->rows) {
+      const Fields& rows = *changes[i]->rows;
       back.returned += int64_t(rows.at("positions").size());
       layer.unfold(rows, run.first);
       for (auto& [name, field] : held[i])
@@ -463,7 +451,7 @@ size_t Returning::nbytes() const {
   return bytes;
 }
 
-mx::array Returning::asking(const mx::array& q) const {
+mx::array Returning::newest(const mx::array& q) const {
   const int L = q.shape(2), W = std::min(L, settings.window), H = int(heads.size());
   const mx::array last = W < L ? part(q, 2, L - W, L) : q;
   std::vector<int> at;  // of the query heads
@@ -490,7 +478,7 @@ mx::array Returning::of_all(const mx::array& kept) const {
 
 void Returning::note(const mx::array& q) {
   if (!any_asks()) return;
-  queries.push_back(asking(q));
+  queries.push_back(newest(q));
   int spare = -settings.window;
   for (const mx::array& kept : queries) spare += kept.shape(2);
   while (spare >= queries[0].shape(2)) {
@@ -525,7 +513,7 @@ void bring_back(BoundedLayer& layer, const AttentionCall& call, const mx::array&
   std::optional<mx::array> own;
   // A single token's query asks for nothing, since reading it would wait for this step.
   if (L > 1) {
-    queries.push_back(back.asking(call.q));
+    queries.push_back(back.newest(call.q));
     own = new_keys;
   }
   if (queries.empty()) return;
@@ -535,23 +523,23 @@ void bring_back(BoundedLayer& layer, const AttentionCall& call, const mx::array&
   q = back.of_all(q);
   if (layer.settings.frame) q = enter_queries(*layer.settings.frame, q);
   std::vector<Fields> held = layer.attended(std::nullopt);
-  const Asked lazy = asked_by(layer, q * number(call.scale), held, own, call.sinks);
-  const Asked asked{mx::contiguous(lazy.queries), mx::contiguous(lazy.logsums)};
-  evaluate({asked.queries, asked.logsums});
-  std::vector<std::optional<Come>> come;
+  const Probe lazy = probe_of(layer, q * number(call.scale), held, own, call.sinks);
+  const Probe probe{mx::contiguous(lazy.queries), mx::contiguous(lazy.logsums)};
+  evaluate({probe.queries, probe.logsums});
+  std::vector<std::optional<Change>> changes;
   try {
     digest_new_pages(layer);
     for (size_t i = 0; i < held.size(); ++i)
-      come.push_back(
-          back.has(layer.runs()[i]) ? come_to(layer, back, layer.runs()[i], held[i], asked)
+      changes.push_back(
+          back.has(layer.runs()[i]) ? change_of(layer, back, layer.runs()[i], held[i], probe)
                                     : std::nullopt);
   } catch (const FileError& error) {
     layer.spill->conversation().fail(
         std::string("rows cannot be read from the file: ") + error.what());
     return;
   }
-  if (std::any_of(come.begin(), come.end(), [](const auto& one) { return one.has_value(); }))
-    take_in(layer, back, std::move(held), std::move(come));
+  if (std::any_of(changes.begin(), changes.end(), [](const auto& one) { return one.has_value(); }))
+    take_in(layer, back, std::move(held), std::move(changes));
 }
 
 }  // namespace mlx_h2o

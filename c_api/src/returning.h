@@ -32,7 +32,7 @@ class Returning {
   // evaluated with the step, all of whose queries it holds until then.
   void note(const mx::array& q);
   // The part of queries [1, Hq, L, D] that is kept: [1, asking * G, W, D] in 16 bits.
-  mx::array asking(const mx::array& q) const;
+  mx::array newest(const mx::array& q) const;
   // Kept queries as [1, Hq, W, D] float32. Heads that do not ask have zeros.
   mx::array of_all(const mx::array& kept) const;
   // Whether rows come back before the next `length` tokens of a layer.

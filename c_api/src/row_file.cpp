@@ -135,9 +135,9 @@ void RowFile::put(int layer, const Part& part, int64_t index) {
 // Gives the writer every block that all layers are in, one at a time.
 void RowFile::hand_over() {
   for (;; ++handed_) {
-    const auto found = blocks_.find(handed_);
-    if (found == blocks_.end()) return;
-    const std::shared_ptr<Block> block = found->second;
+    const auto it = blocks_.find(handed_);
+    if (it == blocks_.end()) return;
+    const std::shared_ptr<Block> block = it->second;
     if (std::find(block->has.begin(), block->has.end(), false) != block->has.end()) return;
     const int64_t index = handed_;
     writer_.hand({index, [this, index, block] { write(index, *block); }});
@@ -195,11 +195,11 @@ RowBytes RowFile::rows(int layer, int head, const std::vector<int64_t>& position
     if (!segment) segment = (read[block] = segment_in_file(block, layer, head)).data();
     segments[block] = segment;
   }
-  RowBytes found;
+  RowBytes result;
   size_t start = 0;
   for (const RowField& field : layout_.layers()[layer].fields) {
     const size_t size = field.row_bytes();
-    std::vector<uint8_t>& rows = found[field.name];
+    std::vector<uint8_t>& rows = result[field.name];
     rows.reserve(size * positions.size());
     for (const int64_t position : positions) {
       const uint8_t* row = segments[position / P] + start + position % P * size;
@@ -207,13 +207,13 @@ RowBytes RowFile::rows(int layer, int head, const std::vector<int64_t>& position
     }
     start += size * P;
   }
-  return found;
+  return result;
 }
 
 const uint8_t* RowFile::segment_in_memory(int64_t block, int layer, int head) const {
-  const auto found = blocks_.find(block);
-  if (found == blocks_.end() || !found->second->has[layer]) return nullptr;
-  return found->second->bytes.data() + layout_.segment_start(layer, head);
+  const auto it = blocks_.find(block);
+  if (it == blocks_.end() || !it->second->has[layer]) return nullptr;
+  return it->second->bytes.data() + layout_.segment_start(layer, head);
 }
 
 // One head's part of a block.
@@ -257,8 +257,7 @@ void RowFile::truncate(int layer, int64_t first, bool kept) {
     if (!parts.empty())
       parts.back().count = std::min(parts.back().end(), stays) - parts.back().first;
   }
-  if (const auto found = blocks_.find(block); found != blocks_.end())
-    found->second->has[layer] = false;
+  if (const auto it = blocks_.find(block); it != blocks_.end()) it->second->has[layer] = false;
 }
 
 }  // namespace mlx_h2o

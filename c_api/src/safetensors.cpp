@@ -161,12 +161,12 @@ Safetensors read_checked(const std::string& path) {
   file.read(text.data(), size, 8);
   const Json parsed = Json::parsed(text.substr(0, text.find_last_not_of(' ') + 1));
   const uint64_t start = 8 + size, length = all - start;
-  Safetensors found;
+  Safetensors result;
   std::map<std::string, Place> places;
   uint64_t total = 0;
   for (const auto& [name, value] : parsed.object("its header")) {
     if (name == "__metadata__") {
-      for (const auto& [key, words] : value.object(name)) found.metadata[key] = words.words(key);
+      for (const auto& [key, words] : value.object(name)) result.metadata[key] = words.words(key);
       continue;
     }
     const Place& place = places.emplace(name, place_of(name, value, length)).first->second;
@@ -175,7 +175,7 @@ Safetensors read_checked(const std::string& path) {
     total += place.size;
   }
   check(total == length, "it has bytes that are of no array.");
-  Sha256 digest = digest_of(found.metadata);
+  Sha256 digest = digest_of(result.metadata);
   for (const auto& [name, place] : places) {
     if (name == kFiller) continue;
     check(place.size <= uint64_t(std::numeric_limits<int>::max()), "an array is too large.");
@@ -183,13 +183,13 @@ Safetensors read_checked(const std::string& path) {
     file.read(bytes.data(), bytes.size(), start + place.first);
     digest.update(described(name, place.dtype->in_python, place.shape));
     digest.update(bytes.data(), bytes.size());
-    found.arrays.emplace(name, array_of(place, bytes));
+    result.arrays.emplace(name, array_of(place, bytes));
   }
-  const auto expected = found.metadata.find("digest");
-  check(expected != found.metadata.end(), "it was not written by mlx-h2o.");
+  const auto expected = result.metadata.find("digest");
+  check(expected != result.metadata.end(), "it was not written by mlx-h2o.");
   check(expected->second == digest.hexadecimal(), "it was changed or damaged after it was saved.");
-  found.metadata.erase(expected);
-  return found;
+  result.metadata.erase(expected);
+  return result;
 }
 
 // The bytes of arrays, evaluated at once, by name.

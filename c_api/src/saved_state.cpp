@@ -1,6 +1,7 @@
 #include "saved_state.h"
 
 #include <algorithm>
+#include <set>
 
 #include "evaluation.h"
 #include "value_lengths.h"
@@ -205,21 +206,21 @@ class Shelf {
     return arrays_.count(name);
   }
   const mx::array& look(const std::string& name) const {
-    const auto found = arrays_.find(name);
-    check(found != arrays_.end(), "The array " + name + " is missing.");
-    return found->second;
+    const auto it = arrays_.find(name);
+    check(it != arrays_.end(), "The array " + name + " is missing.");
+    return it->second;
   }
   mx::array take(const std::string& name, const mx::Shape& shape, mx::Dtype dtype) {
-    const mx::array& found = look(name);
+    const mx::array& array = look(name);
     check(
-        found.shape() == shape && found.dtype() == dtype,
-        "The array " + name + " must be " + text(shape) + "; it is " + text(found.shape()) +
-            (found.shape() == shape ? " of another dtype." : "."));
-    taken_.insert({name, true});
-    return found;
+        array.shape() == shape && array.dtype() == dtype,
+        "The array " + name + " must be " + text(shape) + "; it is " + text(array.shape()) +
+            (array.shape() == shape ? " of another dtype." : "."));
+    taken_.insert(name);
+    return array;
   }
   void skip(const std::string& name) {
-    if (has(name)) taken_.insert({name, true});
+    if (has(name)) taken_.insert(name);
   }
   void check_all_taken() const {
     for (const auto& [name, array] : arrays_)
@@ -228,7 +229,7 @@ class Shelf {
 
  private:
   const Fields& arrays_;
-  std::map<std::string, bool> taken_;
+  std::set<std::string> taken_;
 };
 
 mx::Shape with(mx::Shape shape, int width) {
@@ -243,8 +244,7 @@ std::pair<int, mx::Dtype> row_type(const Shelf& shelf, const std::string& name, 
   const mx::Dtype dtype = bits ? shelf.look("slots." + name + ".scales").dtype() : rows.dtype();
   const int64_t last = rows.ndim() ? rows.shape(-1) : 0, width = bits ? last * 32 / bits : last;
   check(
-      width > 0 && width <= kMostTokens &&
-          (dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16) &&
+      width > 0 && width <= kMostTokens && is_float(dtype) &&
           (!bits || (width % p.group_size == 0 && width * bits / 32 == last)),
       "The " + name + " have no width or dtype that rows have.");
   return {static_cast<int>(width), dtype};
@@ -289,12 +289,6 @@ void take_beside(
   }
 }
 
-std::vector<int> numbers_of(const mx::array& array) {
-  const mx::array dense = mx::contiguous(mx::astype(array, mx::int32));
-  evaluate({dense});
-  return {dense.data<int>(), dense.data<int>() + dense.size()};
-}
-
 // Raises unless the numbers are all different and from 0 to `end` - 1.
 void check_places(std::vector<int> places, int end, const char* what) {
   std::sort(places.begin(), places.end());
@@ -309,8 +303,8 @@ void check_places(std::vector<int> places, int end, const char* what) {
 void check_indices(
     const mx::array& positions, const std::optional<mx::array>& victims,
     const std::vector<Run>& runs, const CacheSettings& s, int newest) {
-  const std::vector<int> stored = numbers_of(positions);
-  const std::vector<int> named = victims ? numbers_of(*victims) : std::vector<int>{};
+  const std::vector<int> stored = ints_of(positions);
+  const std::vector<int> named = victims ? ints_of(*victims) : std::vector<int>{};
   const int B = positions.shape(0), S = positions.shape(1), every = s.policy.evict_every;
   const int heads = runs.back().last, reserved = s.plain_rows();
   for (int b = 0; b < B; ++b)

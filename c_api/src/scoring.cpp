@@ -43,13 +43,13 @@ struct RunAttention {
     return L == 1 || !call.mask.causal ? N : N - L + end;
   }
   // Attention of the queries start to end - 1.
-  Attended attended(int start, int end, Export wanted) const;
-  Seen seen(const Fields& fields) const;
+  AttentionResult attended(int start, int end, Export wanted) const;
+  RunResult result(const Fields& fields) const;
   // Mass of the last `window` queries of the whole prompt, of what its last chunk showed.
   mx::array window_mass(const Observation& seen, const mx::array& scores) const;
 };
 
-Attended RunAttention::attended(int start, int end, Export wanted) const {
+AttentionResult RunAttention::attended(int start, int end, Export wanted) const {
   const AttentionCall block = call.queries(start, end);
   std::optional<Seed> seed;
   if (remainder)
@@ -63,7 +63,7 @@ Attended RunAttention::attended(int start, int end, Export wanted) const {
 }
 
 // Attends block by block, accumulating scores; `fields` are the slots'.
-Seen RunAttention::seen(const Fields& fields) const {
+RunResult RunAttention::result(const Fields& fields) const {
   const int L = call.length(), N = count(keys), first = first_seen();
   std::vector<mx::array> outs;
   if (first) outs.push_back(attended(0, first, Export::none).out);
@@ -73,7 +73,8 @@ Seen RunAttention::seen(const Fields& fields) const {
   const int step = windowed() || policy.sums_mass() ? L : kQueryBlock;
   for (int start = first; start < L; start += step) {
     const int end = std::min(start + step, L), shown = visible(end);
-    const Attended block = attended(start, end, policy.sums_mass() ? Export::mass : Export::logits);
+    const AttentionResult block =
+        attended(start, end, policy.sums_mass() ? Export::mass : Export::logits);
     outs.push_back(block.out);
     Observation seen{block.logits, block.lse, heads, block.mass, std::nullopt};
     if (windowed()) {
@@ -84,12 +85,12 @@ Seen RunAttention::seen(const Fields& fields) const {
     const mx::array after = policy.accumulate(part(before, 2, 0, shown), seen);
     scores = shown < N ? mx::concatenate({after, part(before, 2, shown, N)}, 2) : after;
   }
-  Seen found{join_along(std::move(outs), 2), fields, std::nullopt, mass};
-  if (!scores) return found;
+  RunResult result{join_along(std::move(outs), 2), fields, std::nullopt, mass};
+  if (!scores) return result;
   const int kept = fields.at("positions").shape(2);
-  found.fields.insert_or_assign("scores", part(*scores, 2, 0, kept));
-  if (kept < N) found.newest_scores = part(*scores, 2, kept, N);
-  return found;
+  result.fields.insert_or_assign("scores", part(*scores, 2, 0, kept));
+  if (kept < N) result.newest_scores = part(*scores, 2, kept, N);
+  return result;
 }
 
 // A chunk shorter than the window lacks queries of earlier chunks; each slot's mean mass per step
@@ -106,7 +107,8 @@ mx::array RunAttention::window_mass(const Observation& seen, const mx::array& sc
 
 }  // namespace
 
-Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, const Fields& fields) {
+RunResult observe(
+    BoundedLayer& layer, const Run& run, const AttentionCall& call, const Fields& fields) {
   const CacheSettings& settings = layer.settings;
   const int group = call.q.shape(1) / settings.heads();
   std::optional<Remainder> remainder;
@@ -129,7 +131,7 @@ Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, con
       remainder,
       {all.begin() + run.first, all.begin() + run.last},
       layer.aged_from()};
-  return attention.seen(fields);
+  return attention.result(fields);
 }
 
 }  // namespace mlx_h2o

@@ -7,7 +7,7 @@
 namespace mlx_h2o {
 
 // What attention over one run of heads gave.
-struct Seen {
+struct RunResult {
   mx::array out;                           // [B, Hq of the run, L, Dv]
   Fields fields;                           // of its slots, scores brought up to date
   std::optional<mx::array> newest_scores;  // of the recent window's tokens, [B, heads, M]
@@ -17,6 +17,7 @@ struct Seen {
 
 // Attends with a run's queries to its slots, whose fields are [B, heads, N, ...], the newest tokens
 // and the remainder. The call is of all heads; its rows are in the layer.
-Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, const Fields& fields);
+RunResult observe(
+    BoundedLayer& layer, const Run& run, const AttentionCall& call, const Fields& fields);
 
 }  // namespace mlx_h2o

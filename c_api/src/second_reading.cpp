@@ -71,7 +71,7 @@ mx::array SecondReading::look(
     }
     const Stored k = settings.packing.rows("keys", attended[i]);
     const Stored v = settings.packing.rows("values", attended[i]);
-    const Attended seen =
+    const AttentionResult seen =
         attend(own.q, {k}, {v}, own.scale, own.mask, own.sinks, seed, Export::none);
     outs.push_back(seen.out);
     const mx::array stored = part(dense(k), 2, 0, run.length);

@@ -14,10 +14,6 @@ namespace mlx_h2o {
 
 namespace {
 
-bool is_float(const mx::array& a) {
-  return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
-}
-
 void check_call(const AttentionCall& call, const mx::array& keys) {
   const mx::array& q = call.q;
   check(
@@ -38,11 +34,11 @@ mx::array attend_op_by_op(
   std::vector<Fields> fields;
   std::vector<std::optional<mx::array>> window_masses;
   for (size_t i = 0; i < attended.size(); ++i) {
-    Seen seen = observe(layer, layer.runs()[i], call, attended[i]);
-    outs.push_back(seen.out);
-    if (seen.newest_scores) newest.push_back(*seen.newest_scores);
-    fields.push_back(std::move(seen.fields));
-    window_masses.push_back(seen.window_mass);
+    RunResult result = observe(layer, layer.runs()[i], call, attended[i]);
+    outs.push_back(result.out);
+    if (result.newest_scores) newest.push_back(*result.newest_scores);
+    fields.push_back(std::move(result.fields));
+    window_masses.push_back(result.window_mass);
   }
   if (!newest.empty()) layer.write_newest_scores(join_along(std::move(newest), 1));
   settle(layer, fields, window_masses);
@@ -111,7 +107,7 @@ mx::array plain_rows_mask(int rows, int lost, int kept, int L, mx::Dtype dtype) 
 }
 
 // The evicted as plain rows before those of a chunk that is over the budget.
-void add_plain_rows(Core::Fetched& fetched, const Remainder& remainder, int rows) {
+void add_plain_rows(Core::FetchedRows& fetched, const Remainder& remainder, int rows) {
   const mx::Dtype dtype = fetched.keys.dtype();
   const auto [plain_keys, plain_values] = remainder.plain_rows(rows);
   fetched.keys = mx::concatenate({mx::astype(plain_keys, dtype), fetched.keys}, 2);
@@ -164,21 +160,22 @@ mx::array Core::update_and_attend(
   return *out;
 }
 
-Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& values) {
+Core::FetchedRows Core::update_and_fetch(const mx::array& keys, const mx::array& values) {
   check(!settings_.attending, "This cache attends: update_and_attend.", Blame::state);
   check_rows(keys, values);
   BoundedLayer& layer = layer_for(keys, values);
-  std::optional<Fetched> fetched;
+  std::optional<FetchedRows> fetched;
   change([&] { fetched = take_in(layer, keys, values); });
   fetched->keys = mx::depends({fetched->keys}, layer.side_state())[0];
   return *fetched;
 }
 
-Core::Fetched Core::take_in(BoundedLayer& layer, const mx::array& keys, const mx::array& values) {
+Core::FetchedRows Core::take_in(
+    BoundedLayer& layer, const mx::array& keys, const mx::array& values) {
   const std::vector<Fields> attended = layer.take_in(keys, values);
   const Fields& rows = attended[0];  // all heads are alike
   const bool over = rows.at("positions").shape(2) > layer.runs()[0].budget;
-  Fetched fetched{rows.at("keys"), rows.at("values"), std::nullopt};
+  FetchedRows fetched{rows.at("keys"), rows.at("values"), std::nullopt};
   const int lost = layer.lost_beside(rows), plain = settings_.plain_rows();
   if (plain && lost) {
     const int L = keys.shape(2), N = fetched.keys.shape(2);
@@ -205,7 +202,8 @@ void Core::spill_to(
   check(!spill_, "This cache has a file already.", Blame::state);
   conversation->attach(layer);
   const Returns returns = conversation->returns;
-  spill_.emplace(Spilled{{std::move(conversation), layer, settings_}, {returns, std::move(heads)}});
+  spill_.emplace(
+      SpillState{{std::move(conversation), layer, settings_}, {returns, std::move(heads)}});
 }
 
 size_t Core::nbytes() const {
@@ -397,10 +395,9 @@ void Core::grow(int length) {
 std::pair<Spans, Spans> Core::lost_of(const Spans& spans) {
   Spans missing, gone;
   if (!offset()) return {missing, gone};
-  mx::array held = mx::contiguous(kept());
-  evaluate({held});
-  const size_t most = held.shape(2), heads = held.size() / most;
-  const int* positions = held.data<int>();
+  const std::vector<int> all = ints_of(kept());
+  const size_t most = size(), heads = all.size() / most;
+  const int* const positions = all.data();
   for (const auto& [first, end] : spans)
     for (int p = first; p < std::min(end, offset()); ++p) {
       size_t holding = 0;
@@ -424,9 +421,9 @@ std::vector<mx::array> Core::seen(Look look) {
   BoundedLayer& layer = layer_with_tokens();
   std::optional<BoundedLayer> lent = layer.being_looked_at();
   if (!lent) return look(layer);
-  const std::vector<mx::array> found = look(*lent);
-  evaluate(found);  // before the next step changes what it is made of
-  return found;
+  const std::vector<mx::array> result = look(*lent);
+  evaluate(result);  // before the next step changes what it is made of
+  return result;
 }
 
 mx::array Core::kept() {

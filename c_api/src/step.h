@@ -33,11 +33,11 @@ class Core {
   // For models that attend by themselves: takes rows in, gives out what to attend to, the evicted
   // as plain rows, with what to add to the logits (none: nothing before a decode step, and a causal
   // mask aligned at the end before a chunk).
-  struct Fetched {
+  struct FetchedRows {
     mx::array keys, values;         // [B, Hk, N, D] and [B, Hk, N, Dv]
     std::optional<mx::array> mask;  // [1, 1, L, N] in the keys' dtype
   };
-  Fetched update_and_fetch(const mx::array& keys, const mx::array& values);
+  FetchedRows update_and_fetch(const mx::array& keys, const mx::array& values);
 
   const CacheSettings& settings() const {
     return settings_;
@@ -130,7 +130,7 @@ class Core {
   void check_rows(const mx::array& keys, const mx::array& values) const;
   BoundedLayer& layer_for(const mx::array& keys, const mx::array& values);
   void give_slots(std::vector<int> budgets, std::vector<Stage> filling);
-  Fetched take_in(BoundedLayer& layer, const mx::array& keys, const mx::array& values);
+  FetchedRows take_in(BoundedLayer& layer, const mx::array& keys, const mx::array& values);
 
   // Positions in spans that some heads, and those that all have lost.
   std::pair<Spans, Spans> lost_of(const Spans& spans);
@@ -148,11 +148,11 @@ class Core {
   bool broken_ = false;  // see check_whole
 
   // None: there is no file.
-  struct Spilled {
+  struct SpillState {
     LayerRows rows;
     Returning back;
   };
-  std::optional<Spilled> spill_;
+  std::optional<SpillState> spill_;
 
   // The last chunk, and the layer before it, until the next token comes; none without undo.
   struct Chunk {

@@ -1,4 +1,4 @@
-// Shapes and dtypes in the words of messages.
+// Shapes and dtypes: which rows may have, and all in the words of messages.
 #pragma once
 
 #include <string>
@@ -11,6 +11,14 @@ inline std::string text(const mx::Shape& shape) {
   std::string words = "[";
   for (size_t i = 0; i < shape.size(); ++i) words += (i ? ", " : "") + std::to_string(shape[i]);
   return words + "]";
+}
+
+// Whether rows may have this dtype.
+inline bool is_float(mx::Dtype dtype) {
+  return dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16;
+}
+inline bool is_float(const mx::array& a) {
+  return is_float(a.dtype());
 }
 
 // Of the dtypes that rows and masks have.

@@ -13,9 +13,9 @@
 #include "mlx/version.h"
 #include "primitives/attention.h"
 #include "primitives/decoding_layer.h"
-#include "primitives/kept_parts.h"
 #include "primitives/pack.h"
 #include "primitives/ranged_arrays.h"
+#include "primitives/undo_record.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -28,14 +28,14 @@ using RecentTuple = std::tuple<int, int, bool>;
 using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
 using TokenTuple = std::tuple<int, std::vector<HeadTuple>, std::optional<RecentTuple>, int>;
 
-PlannedToken planned_token(const TokenTuple& tuple) {
+TokenPlan token_plan(const TokenTuple& tuple) {
   const auto& [offset, heads, recent, aged_from] = tuple;
-  PlannedToken token{offset, {}, {}, aged_from};
-  token.heads.reserve(heads.size());
+  TokenPlan plan{offset, {}, {}, aged_from};
+  plan.heads.reserve(heads.size());
   for (const auto& [start, length, victim, recent, evicted, choose] : heads)
-    token.heads.push_back({start, length, victim, recent, evicted, choose});
-  if (recent) token.recent = {std::get<0>(*recent), std::get<1>(*recent), std::get<2>(*recent)};
-  return token;
+    plan.heads.push_back({start, length, victim, recent, evicted, choose});
+  if (recent) plan.recent = {std::get<0>(*recent), std::get<1>(*recent), std::get<2>(*recent)};
+  return plan;
 }
 
 std::vector<std::vector<std::pair<int, mx::array>>> journal_of(const DecodingLayer& layer) {
@@ -45,7 +45,7 @@ std::vector<std::vector<std::pair<int, mx::array>>> journal_of(const DecodingLay
   for (const auto& step : layer.journal()) {
     steps.emplace_back();
     if (step->has_slots()) steps.back().emplace_back(-1, step->slots());
-    for (const KeptPart& kept : step->parts()) steps.back().emplace_back(kept.field, kept.before);
+    for (const UndoPart& part : step->parts()) steps.back().emplace_back(part.field, part.before);
   }
   return steps;
 }
@@ -185,9 +185,9 @@ NB_MODULE(_ext, m) {
       [](const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
          const mx::array& v, float scale, const std::optional<mx::array>& sinks,
          const std::vector<std::vector<TokenTuple>>& tokens, mx::StreamOrDevice s) {
-        std::vector<std::vector<PlannedToken>> planned(tokens.size());
+        std::vector<std::vector<TokenPlan>> planned(tokens.size());
         for (size_t i = 0; i < tokens.size(); ++i)
-          for (const auto& token : tokens[i]) planned[i].push_back(planned_token(token));
+          for (const auto& token : tokens[i]) planned[i].push_back(token_plan(token));
         return DecodingLayer::step(layers, q, k, v, scale, sinks, std::move(planned), s);
       },
       "layers"_a, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "tokens"_a,

@@ -49,8 +49,8 @@ struct Import {
 // What redirect_blas wrote over.
 std::vector<std::pair<Import, void*>> replaced;
 
-int describe(dl_phdr_info* info, size_t, void* found) {
-  auto& library = *static_cast<Library*>(found);
+int describe(dl_phdr_info* info, size_t, void* result) {
+  auto& library = *static_cast<Library*>(result);
   if (info->dlpi_addr != library.base) return 0;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const auto& header = info->dlpi_phdr[i];
@@ -90,7 +90,7 @@ std::vector<Import> imports(const Library& library) {
       default: break;
     }
   }
-  std::vector<Import> found;
+  std::vector<Import> result;
   for (const auto& [table, size] : {std::pair{stubs, stubs_size}, {direct, direct_size}}) {
     const auto* entries = reinterpret_cast<const ElfW(Rela)*>(table);
     for (size_t i = 0; i < size / sizeof(*entries); ++i) {
@@ -98,12 +98,12 @@ std::vector<Import> imports(const Library& library) {
           reinterpret_cast<const ElfW(Sym)*>(symbols) + ELF64_R_SYM(entries[i].r_info);
       if (symbol->st_name == 0 || symbol->st_shndx != SHN_UNDEF) continue;
       const uintptr_t at = library.base + entries[i].r_offset;
-      found.push_back(
+      result.push_back(
           {reinterpret_cast<const char*>(names) + symbol->st_name, reinterpret_cast<void**>(at),
            library.sealed <= at && at < library.sealed_end});
     }
   }
-  return found;
+  return result;
 }
 
 std::string file_of(const void* function) {

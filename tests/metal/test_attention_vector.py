@@ -129,7 +129,7 @@ def test_heads_of_different_lengths(monkeypatch, dtype, mask, two_passes):
         end = slot + length
         if mask == "bool":
             array = mx.concatenate([mx.ones((L, length - 5), mx.bool_), array[:, -5:]], axis=1)
-        part = attention_launches.Attended(
+        part = attention_launches.VectorResult(
             ours.out[:, heads],
             ours.lse[:, heads],
             ours.logits[:, slot * G * L : end * G * L].reshape(B, G, L, length),
@@ -249,7 +249,7 @@ def test_attention_with_scores_launches():
     q, k, v = operands(shape, mx.float32)
     ours = METAL.attention_with_scores(q, k, v, scale=0.2)
     assert_attended(
-        attention_launches.Attended(ours[0], ours[2], ours[1]),
+        attention_launches.VectorResult(ours[0], ours[2], ours[1]),
         reference_attend(q, k, v, scale=0.2),
         mx.float32,
     )

@@ -9,7 +9,7 @@ from launched_on import OFFSET, SINK, plan_of
 from conftest import HOST
 from mlx_h2o import make_policy
 from mlx_h2o.attention.backends import step_launches
-from mlx_h2o.attention.backends.attention_launches import Attended
+from mlx_h2o.attention.backends.attention_launches import VectorResult
 from mlx_h2o.attention.backends.decoder import HeadPlan
 from mlx_h2o.attention.backends.step_launches import SlotArrays, StepPlan
 from mlx_h2o.policies import KernelPolicy, Observation, Slots, selection
@@ -116,7 +116,7 @@ def launch_update(policy, plan, slots, logits, lse, written, means, victims):
     if policy.name != "salient":
         slots.value_lengths = None
     flat = mx.concatenate([of_head.reshape(B, -1) for of_head in logits], axis=1)
-    attended = Attended(out=None, lse=lse, logits=flat)
+    attended = VectorResult(out=None, lse=lse, logits=flat)
     worth = None
     if ranking.priority in ("distance", "salience"):
         apart = [
@@ -170,7 +170,7 @@ def update_by_score(scores, positions, sink=0, evict_every=1, choose=True):
     plan = StepPlan(OFFSET, N, sink, evict_every, (head,))
     slots = SlotArrays(mx.zeros((1, N, 32)), mx.zeros((1, N, 32)), mx.array([positions]))
     slots.scores = mx.array([scores])
-    attended = Attended(None, mx.zeros((1, 1, 1)), mx.full((1, N), -mx.inf))
+    attended = VectorResult(None, mx.zeros((1, 1, 1)), mx.full((1, N), -mx.inf))
     victims = mx.full((1, 1, evict_every), 7, mx.int32)
     written = mx.full((1, 1), -1, mx.int32)
     ranking = KernelPolicy("sum", "score")

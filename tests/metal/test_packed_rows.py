@@ -180,7 +180,7 @@ def test_the_public_op_launches(monkeypatch):
         )
         mx.eval(out, scores, lse)
     assert ["attention_vector" in counts.kernel for counts in launches] == [True]
-    ours = attention_launches.Attended(out, lse, scores)
+    ours = attention_launches.VectorResult(out, lse, scores)
     assert_attended(ours, reference_attend(q, k, v, scale=0.125), mx.float16)
 
 

@@ -85,9 +85,9 @@ int mlx_device_info_free(mlx_device_info info) {
 }
 int mlx_device_info_get_string(const char** value, mlx_device_info info, const char* key) {
   return guarded(1, [&] {
-    const auto found = get(info).find(key);
-    if (found == get(info).end() || !std::holds_alternative<std::string>(found->second)) return 2;
-    *value = std::get<std::string>(found->second).c_str();
+    const auto it = get(info).find(key);
+    if (it == get(info).end() || !std::holds_alternative<std::string>(it->second)) return 2;
+    *value = std::get<std::string>(it->second).c_str();
     return 0;
   });
 }

@@ -38,7 +38,7 @@ Stored stored(
 }
 
 // The attention functions over plain rows.
-Attended attended(
+AttentionResult attended(
     mlx_array q, mlx_array k, mlx_array v, float scale, const char* mask_mode, mlx_array mask,
     mlx_array sinks, Export wanted) {
   Operands operands;
@@ -67,10 +67,11 @@ int mlx_h2o_attention_with_scores(
     const mlx_array sinks, const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(out, scores, lse);
-    const Attended found = attended(q, k, v, scale, mask_mode, mask_arr, sinks, Export::logits);
-    give(out, found.out);
-    give(scores, *found.logits);
-    give(lse, found.lse);
+    const AttentionResult result =
+        attended(q, k, v, scale, mask_mode, mask_arr, sinks, Export::logits);
+    give(out, result.out);
+    give(scores, *result.logits);
+    give(lse, result.lse);
   });
 }
 
@@ -80,10 +81,11 @@ int mlx_h2o_attention_with_mass(
     const mlx_array sinks, const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(out, mass, lse);
-    const Attended found = attended(q, k, v, scale, mask_mode, mask_arr, sinks, Export::mass);
-    give(out, found.out);
-    give(mass, *found.mass);
-    give(lse, found.lse);
+    const AttentionResult result =
+        attended(q, k, v, scale, mask_mode, mask_arr, sinks, Export::mass);
+    give(out, result.out);
+    give(mass, *result.mass);
+    give(lse, result.lse);
   });
 }
 
@@ -105,12 +107,12 @@ int mlx_h2o_attention_quantized_with_scores(
     const auto columns = operands.take_if_any("sinks", sinks, "Hq", Kind::floating);
     operands.check_heads();
     check_scale(scale);
-    const Attended found = attend(
+    const AttentionResult result = attend(
         queries, {keys}, {values}, scale, masking(mask_mode, mask_arr), columns, std::nullopt,
         Export::logits);
-    give(out, found.out);
-    give(scores, *found.logits);
-    give(lse, found.lse);
+    give(out, result.out);
+    give(scores, *result.logits);
+    give(lse, result.lse);
   });
 }
 

@@ -158,7 +158,7 @@ int mlx_h2o_cache_make(
 int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache) {
   return guarded([&] {
     wants(res);
-    const Held& held = *handle_of(cache);
+    const CacheHandle& handle = *handle_of(cache);
     const CacheSettings& settings = of(cache).settings();
     mlx_h2o_cache_options options = defaults();
     options.remainder = settings.remainder, options.attending = settings.attending;
@@ -172,16 +172,16 @@ int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache) {
       options.frame_scale = borrowed(settings.frame->scale);
     }
     if (const std::optional<Rope>& rope = settings.rope) {
-      held.rope = {sizeof held.rope, rope->dims, rope->base, rope->scale, rope->traditional};
-      options.rope = &held.rope;
+      handle.rope = {sizeof handle.rope, rope->dims, rope->base, rope->scale, rope->traditional};
+      options.rope = &handle.rope;
     }
-    held.filling.clear();
+    handle.filling.clear();
     for (const Stage& stage : settings.filling) {
-      held.filling.push_back(stage.beyond);
-      held.filling.insert(held.filling.end(), stage.budgets.begin(), stage.budgets.end());
+      handle.filling.push_back(stage.beyond);
+      handle.filling.insert(handle.filling.end(), stage.budgets.begin(), stage.budgets.end());
     }
     options.n_stages = settings.filling.size();
-    if (options.n_stages) options.filling = held.filling.data();
+    if (options.n_stages) options.filling = handle.filling.data();
     fill(res, res->size, options, kLeastOptions, "options");
   });
 }
@@ -200,15 +200,15 @@ int mlx_h2o_cache_row_types(mlx_h2o_row_types* res, const mlx_h2o_cache cache) {
     wants(res);
     const std::optional<RowTypes> types = of(cache).row_types();
     check(types.has_value(), "This cache has seen no token.", Blame::state);
-    const mlx_h2o_row_types found = {
-        sizeof found,
+    const mlx_h2o_row_types row_types = {
+        sizeof row_types,
         types->batch,
         int(of(cache).heads()),
         types->key_width,
         types->value_width,
         dtype_of(types->key_dtype),
         dtype_of(types->value_dtype)};
-    fill(res, res->size, found, kLeastRowTypes, "row_types");
+    fill(res, res->size, row_types, kLeastRowTypes, "row_types");
   });
 }
 
@@ -245,7 +245,7 @@ int mlx_h2o_cache_update_and_fetch(
     const mlx_array keys, const mlx_array values, const mlx_stream s) {
   return changing(cache, s, [&](Core& core) {
     wants(res_keys, res_values, res_mask);
-    Core::Fetched fetched = core.update_and_fetch(of(keys), of(values));
+    Core::FetchedRows fetched = core.update_and_fetch(of(keys), of(values));
     give(res_keys, fetched.keys);
     give(res_values, fetched.values);
     give_if_any(res_mask, fetched.mask);

@@ -29,7 +29,7 @@ void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache) {
   if (res->ctx)
     *handle_of(*res) = {std::move(cache), {}};
   else
-    res->ctx = new Held{std::move(cache), {}};
+    res->ctx = new CacheHandle{std::move(cache), {}};
 }
 
 void give(mlx_h2o_policy* res, Policy policy) {

@@ -7,15 +7,15 @@
 namespace mlx_h2o {
 
 // What a cache's handle points to.
-struct Held {
+struct CacheHandle {
   std::unique_ptr<Core> core;
   // As mlx_h2o_cache_get_options hands them out.
   mutable std::vector<int> filling;
   mutable mlx_h2o_rope rope;
 };
 // Null for an empty one.
-inline Held* handle_of(mlx_h2o_cache handle) {
-  return static_cast<Held*>(handle.ctx);
+inline CacheHandle* handle_of(mlx_h2o_cache handle) {
+  return static_cast<CacheHandle*>(handle.ctx);
 }
 // Has the handle stand for this cache, and no longer for the one that it stood for.
 void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache);

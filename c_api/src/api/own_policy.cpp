@@ -66,12 +66,12 @@ class OwnFunctions : public OwnPolicy {
     const std::string of = "The program's function " + name;
     check(!call(&result.handle, stream.handle()), of + " failed.", Blame::program);
     check(result.handle.ctx, of + " gave no array.", Blame::program);
-    const mx::array found = shared(result.handle);
+    const mx::array array = shared(result.handle);
     check(
-        found.shape() == shape && found.dtype() == mx::float32,
-        of + " must give " + text(shape) + " float32; it gave " + text(found.shape()) + ".",
+        array.shape() == shape && array.dtype() == mx::float32,
+        of + " must give " + text(shape) + " float32; it gave " + text(array.shape()) + ".",
         Blame::program);
-    return found;
+    return array;
   }
 
   const mlx_h2o_policy_functions functions_;

@@ -64,9 +64,9 @@ mlx_h2o_spill mlx_h2o_spill_new(void) {
 }
 
 int mlx_h2o_spill_free(mlx_h2o_spill spill) {
-  Spill* const held = static_cast<Spill*>(spill.ctx);
-  if (held) held->rows->close();
-  delete held;
+  Spill* const open = static_cast<Spill*>(spill.ctx);
+  if (open) open->rows->close();
+  delete open;
   return 0;
 }
 
@@ -102,9 +102,9 @@ int mlx_h2o_cache_spill_to(
 int mlx_h2o_spill_failure(const char** res, const mlx_h2o_spill spill) {
   return guarded([&] {
     wants(res);
-    Spill& held = spill_of(spill);
-    held.failure = held.rows->failure();
-    *res = held.failure.c_str();
+    Spill& open = spill_of(spill);
+    open.failure = open.rows->failure();
+    *res = open.failure.c_str();
   });
 }
 
@@ -124,11 +124,9 @@ int mlx_h2o_spill_rows(
     check(file && file->flush(), "There is no file: " + of(spill)->failure(), Blame::state);
     check(layer < file->layout().layers().size(), "This file has no such layer.");
     Operands operands;
-    const mx::array at = mx::contiguous(operands.take("positions", positions, "M", Kind::int32));
-    evaluate({at});
+    const std::vector<int> at = ints_of(operands.take("positions", positions, "M", Kind::int32));
     Fields all;
-    const RowBytes rows =
-        file->rows(int(layer), head, {at.data<int>(), at.data<int>() + at.size()});
+    const RowBytes rows = file->rows(int(layer), head, {at.begin(), at.end()});
     for (const RowField& field : file->layout().layers()[layer].fields) {
       const mx::Shape shape{int(at.size()), int(field.row_bytes())};
       const mx::array bytes(rows.at(field.name).data(), shape, mx::uint8);

@@ -127,12 +127,11 @@ int mlx_h2o_shared_out(
     wants(res, own);
     check_within("whole", whole, 0, kMostTokens);
     Operands operands;
-    const mx::array given = mx::contiguous(operands.take("worths", worths, "H T", Kind::float32));
-    evaluate({given});
+    const std::vector<float> all = floats_of(operands.take("worths", worths, "H T", Kind::float32));
     const int H = operands["H"], T = operands["T"];
     std::vector<std::vector<float>> of_heads;
     for (int head = 0; head < H; ++head) {
-      const float* const first = given.data<float>() + size_t(head) * T;
+      const auto first = all.begin() + size_t(head) * T;
       of_heads.emplace_back(first, first + T);
       check_within("own", own[head], 0, kMostTokens);
     }

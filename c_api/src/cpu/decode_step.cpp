@@ -30,14 +30,14 @@ float saturated(float x, float t) {
 class DecodeStep {
  public:
   DecodeStep(const Layer& layer, const LayerState& state, const Step& step)
-      : layer_(layer), state_(state), step_(step), G_(layer.Hq / layer.Hk) {}
+      : layer_(layer),
+        state_(state),
+        step_(step),
+        recent_(step.recent()),
+        G_(layer.Hq / layer.Hk) {}
 
   void run() {
-    bool evicted = false, choose = false;
-    for (const HeadPlan& head : step_.heads) {
-      evicted |= head.evicted > 0;
-      choose |= head.choose;
-    }
+    const bool choose = step_.plan.chooses();
     for (int b = 0; b < layer_.B; ++b)
       for (int h = 0; h < layer_.Hk; ++h) write(b, h);
 
@@ -52,20 +52,20 @@ class DecodeStep {
     a.v_batch = layer_.S * a.v.stride;
     a.k_scale_batch = layer_.S * a.k.scale_stride;
     a.v_scale_batch = layer_.S * a.v.scale_stride;
-    for (const HeadPlan& head : step_.heads)
+    for (const HeadPlan& head : step_.plan.heads)
       a.heads.push_back(
           {head.start * a.k.stride, head.start * a.v.stride, head.start, head.length,
            head.start * a.k.scale_stride, head.start * a.v.scale_stride});
     if (state_.recent.size) {
       a.recent_k = state_.recent.keys.rows();
       a.recent_v = state_.recent.values.rows();
-      a.recent = step_.recent_length;
+      a.recent = recent_.length;
       a.recent_rows = state_.recent.size;
     }
     a.sinks = step_.sinks;
     a.out = step_.out;
     a.out_dtype = layer_.out_dtype;
-    if (layer_.answers && evicted) {
+    if (layer_.answers && step_.plan.evicts()) {
       fill_columns();
       a.seed_logits = columns_.data();
       a.seed_values = state_.mean_value;
@@ -79,7 +79,7 @@ class DecodeStep {
     const bool observes = policy.score != Score::none || choose;
     if (!observes) return attend(a);
     if (choose && policy.per_layer)
-      layer_priorities_.resize(int64_t(layer_.B) * layer_.Hk * step_.heads[0].length);
+      layer_priorities_.resize(int64_t(layer_.B) * layer_.Hk * step_.plan.heads[0].length);
     attend(a, [this](const AttendedHead& head) { after(head); });
     if (choose && policy.per_layer) choose_for_layer();
   }
@@ -89,7 +89,7 @@ class DecodeStep {
     return int64_t(b) * layer_.Hk + h;
   }
   int64_t slot(int b, int h, int n = 0) const {
-    return b * layer_.S + step_.heads[h].start + n;
+    return b * layer_.S + step_.plan.heads[h].start + n;
   }
   int64_t recent_slot(int b, int h, int n) const {
     return of_head(b, h) * state_.recent.size + n;
@@ -105,16 +105,16 @@ class DecodeStep {
       const int64_t where = free_slot(b, h);
       state_.keys.write(where, key);
       state_.values.write(where, value);
-      note(where, step_.offset - 1, 0, length_of(value));
+      note(where, step_.plan.offset - 1, 0, length_of(value));
       return;
     }
-    const int64_t slot = recent_slot(b, h, step_.recent_slot);
-    if (step_.leaving) {
+    const int64_t slot = recent_slot(b, h, recent_.slot);
+    if (recent_.leaving) {
       const int64_t where = free_slot(b, h);
       state_.keys.take_over(where, recent.keys, slot);
       state_.values.take_over(where, recent.values, slot);
       note(
-          where, step_.offset - 1 - recent.size, recent.scores ? recent.scores[slot] : 0,
+          where, step_.plan.offset - 1 - recent.size, recent.scores ? recent.scores[slot] : 0,
           recent.value_lengths ? recent.value_lengths[slot] : 0);
     }
     recent.keys.write(slot, key);
@@ -147,8 +147,8 @@ class DecodeStep {
 
   // The victim's slot, its row folded, or the next unused one.
   int64_t free_slot(int b, int h) {
-    const int64_t where = slot(b, h, mlx_h2o::free_slot(layer_, state_, step_, b, h));
-    if (step_.heads[h].victim >= 0 && layer_.remembers) fold(b, h, where);
+    const int64_t where = slot(b, h, mlx_h2o::free_slot(layer_, state_, step_.plan, b, h));
+    if (step_.plan.heads[h].victim >= 0 && layer_.remembers) fold(b, h, where);
     return where;
   }
 
@@ -203,13 +203,13 @@ class DecodeStep {
     for (int b = 0; b < layer_.B; ++b)
       for (int h = 0; h < layer_.Hk; ++h) {
         float* center = centers_.data() + of_head(b, h) * layer_.D;
-        const HeadPlan& head = step_.heads[h];
+        const HeadPlan& head = step_.plan.heads[h];
         if (head.evicted >= kFewestForAMean) {
           std::copy_n(state_.mean_key + of_head(b, h) * layer_.D, layer_.D, center);
           continue;
         }
         std::fill_n(center, layer_.D, 0.0f);
-        const float share = 1.0f / (head.length + step_.recent_length);
+        const float share = 1.0f / (head.length + recent_.length);
         each_key(
             b, h, row_.data(), [&] { kernels().blend(center, row_.data(), 1, share, layer_.D); });
       }
@@ -218,11 +218,11 @@ class DecodeStep {
   // Every key of a head, one after the other, in `row`.
   template <class F>
   void each_key(int b, int h, float* row, F use) const {
-    for (int n = 0; n < step_.heads[h].length; ++n) {
+    for (int n = 0; n < step_.plan.heads[h].length; ++n) {
       kernels().read_row(row, state_.keys.rows(), slot(b, h, n), layer_.D);
       use();
     }
-    for (int n = 0; n < step_.recent_length; ++n) {
+    for (int n = 0; n < recent_.length; ++n) {
       kernels().read_row(row, state_.recent.keys.rows(), recent_slot(b, h, n), layer_.D);
       use();
     }
@@ -231,7 +231,7 @@ class DecodeStep {
   // Scores, priorities and victims of one head, on the thread that attended to its last slots.
   void after(const AttendedHead& attended) {
     const int b = attended.batch, h = attended.head;
-    const HeadPlan& head = step_.heads[h];
+    const HeadPlan& head = step_.plan.heads[h];
     thread_local std::vector<float> priorities, terms, directions, ranges;
     UpdateHead update{};
     update.slots = head.length;
@@ -244,9 +244,9 @@ class DecodeStep {
     update.positions = state_.positions.from(slot(b, h));
     update.scores = state_.scores ? state_.scores + slot(b, h) : nullptr;
     update.value_lengths = state_.value_lengths ? state_.value_lengths + slot(b, h) : nullptr;
-    update.offset = step_.offset;
+    update.offset = step_.plan.offset;
     update.recent = head.recent;
-    update.aged_from = step_.aged_from;
+    update.aged_from = step_.plan.aged_from;
     if (head.choose) {
       if (layer_.policy.per_layer) {
         update.priority = layer_priorities_.data() + of_head(b, h) * head.length;
@@ -277,7 +277,7 @@ class DecodeStep {
       kernels().select_victims(update, layer_.policy, victims_of(b, h));
     if (state_.recent.scores) {  // whose slots are never victims
       const int column = recent_column(head.length);
-      update.slots = step_.recent_length;
+      update.slots = recent_.length;
       if (update.weights) update.weights += column;
       if (update.logits) update.logits += column;
       update.tile_max += column / kTile * attended.rows;
@@ -289,14 +289,14 @@ class DecodeStep {
 
   // KeyDiff.priority
   void fill_directions(int b, int h, float* out) const {
-    const int D = layer_.D, length = step_.heads[h].length;
+    const int D = layer_.D, length = step_.plan.heads[h].length;
     thread_local std::vector<float> anchor, row;
     anchor.assign(D, 0);
     row.resize(D);
     const auto over_norm = [&] {
       return 1 / std::sqrt(kernels().dot(row.data(), row.data(), D) + 1e-12f);
     };
-    const int all = length + step_.recent_length;
+    const int all = length + recent_.length;
     each_key(b, h, row.data(), [&] {
       kernels().blend(anchor.data(), row.data(), 1, over_norm() / all, D);
     });
@@ -313,7 +313,7 @@ class DecodeStep {
 
   // unit="layer": the heads' mean priority decides for all.
   void choose_for_layer() {
-    const int length = step_.heads[0].length;
+    const int length = step_.plan.heads[0].length;
     std::vector<float> mean(length), copy;
     for (int b = 0; b < layer_.B; ++b) {
       std::fill(mean.begin(), mean.end(), 0.0f);
@@ -327,8 +327,8 @@ class DecodeStep {
         update.slots = length;
         update.positions = state_.positions.from(slot(b, h));
         update.priority = copy.data();
-        update.offset = step_.offset;
-        update.recent = step_.heads[h].recent;
+        update.offset = step_.plan.offset;
+        update.recent = step_.plan.heads[h].recent;
         kernels().select_victims(update, layer_.policy, victims_of(b, h));
       }
     }
@@ -337,6 +337,7 @@ class DecodeStep {
   const Layer& layer_;
   const LayerState& state_;
   const Step& step_;
+  const RecentStep recent_;
   const int G_;
   std::vector<float> row_, columns_, centers_, layer_priorities_;
 };
@@ -407,8 +408,8 @@ void SlotRows::take_over(int64_t slot, const SlotRows& others, int64_t other) co
   kernels().narrow(at(biases, slot), dtype, bias.data(), 1, groups);
 }
 
-int free_slot(const Layer& layer, const LayerState& state, const Step& step, int b, int h) {
-  const HeadPlan& head = step.heads[h];
+int free_slot(const Layer& layer, const LayerState& state, const TokenPlan& plan, int b, int h) {
+  const HeadPlan& head = plan.heads[h];
   if (head.victim < 0) return head.length - 1;
   const int64_t first = (int64_t(b) * layer.Hk + h) * layer.policy.evict_every;
   // Clamped, so that no state, however damaged, makes a step write elsewhere.

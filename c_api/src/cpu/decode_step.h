@@ -72,13 +72,8 @@ struct LayerState {
 
 // What changes from step to step.
 struct Step {
-  std::vector<HeadPlan> heads;  // [Hk]
-  int recent_slot = 0;          // of the newest tokens: the new one's, and the leaving one's before
-  int recent_length = 0;        // the new one included
-  bool leaving = true;          // whether a token comes into the heads' slots
-  int offset;                   // the next logical position; the new token's is one less
-  int aged_from = 0;            // the position from which ages count
-  const void* q;                // [B, Hq, 1, D], by strides
+  TokenPlan plan;
+  const void* q;  // [B, Hq, 1, D], by strides
   int64_t q_batch, q_head;
   Dtype q_dtype;
   const void* k;  // [B, Hk, 1, D], by strides, in the slots' dtype
@@ -87,10 +82,15 @@ struct Step {
   int64_t v_batch, v_head;
   const float* sinks;  // [Hq] or nullptr
   void* out;           // [B, Hq, 1, Dv]
+
+  // Of the newest tokens where they are stored apart; else every new one comes into the slots.
+  RecentStep recent() const {
+    return plan.recent.value_or(RecentStep{0, 0, true});
+  }
 };
 
 // Which slot of a head takes a row: the victim's, or the next unused one.
-int free_slot(const Layer& layer, const LayerState& state, const Step& step, int b, int h);
+int free_slot(const Layer& layer, const LayerState& state, const TokenPlan& plan, int b, int h);
 
 void decode_step(const Layer& layer, const LayerState& state, const Step& step);
 

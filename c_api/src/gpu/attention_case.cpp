@@ -112,21 +112,21 @@ Operands AttentionVariant::operands(int slots) const {
 Deviation AttentionVariant::check_with(int slots, const std::string& architecture) const {
   const Operands x = operands(slots);
   const float scale = 1 / std::sqrt(float(key_width));
-  const Attended found =
+  const AttentionResult actual =
       gpu_attend(x.q, x.k, x.v, scale, x.mask, x.sinks, std::nullopt, wanted, architecture);
-  const std::optional<mx::array>& more = found.logits ? found.logits : found.mass;
-  evaluate(more ? std::vector{found.out, found.lse, *more} : std::vector{found.out, found.lse});
+  const std::optional<mx::array>& more = actual.logits ? actual.logits : actual.mass;
+  evaluate(more ? std::vector{actual.out, actual.lse, *more} : std::vector{actual.out, actual.lse});
   const OnCPU cpu;
-  const Attended expected = attend(
+  const AttentionResult expected = attend(
       f32(x.q), {{{f32(dense(x.k))}}}, {{{f32(dense(x.v))}}}, scale, x.mask, x.sinks, std::nullopt,
       wanted);
   Tolerance of_out = tolerance_of(dtype);
   if (!queries) of_out = {kMLXOverOurs * of_out.absolute, kMLXOverOurs * of_out.relative};
-  std::vector<Compared> all{
-      {"output", found.out, expected.out, of_out},
-      {"log-sum-exp", found.lse, expected.lse, kOfLogits}};
-  if (found.logits) all.push_back({"logits", *found.logits, *expected.logits, kOfLogits});
-  if (found.mass) all.push_back({"masses", *found.mass, *expected.mass, kOfMasses});
+  std::vector<Comparison> all{
+      {"output", actual.out, expected.out, of_out},
+      {"log-sum-exp", actual.lse, expected.lse, kOfLogits}};
+  if (actual.logits) all.push_back({"logits", *actual.logits, *expected.logits, kOfLogits});
+  if (actual.mass) all.push_back({"masses", *actual.mass, *expected.mass, kOfMasses});
   return worst(all);
 }
 

@@ -72,16 +72,16 @@ Buffers inputs_of(
 }
 
 // What the kernels wrote, per slot where heads are alike.
-VectorAttended attended_of(
+VectorResult attended_of(
     const Buffers& written, const VectorCall& call, const mx::Shape& q, int Hk) {
   const int B = q[0], Hq = q[1], L = q[2], Dv = written.at("out").shape(-1);
-  const auto found = [&](const char* name) {
+  const auto if_written = [&](const char* name) {
     const auto at = written.find(name);
     return at == written.end() ? std::nullopt : std::optional(at->second);
   };
-  VectorAttended attended{
-      mx::reshape(written.at("out"), {B, Hq, L, Dv}), found("lse"), found("logits"),
-      found("distances")};
+  VectorResult attended{
+      mx::reshape(written.at("out"), {B, Hq, L, Dv}), if_written("lse"), if_written("logits"),
+      if_written("distances")};
   if (attended.lse) attended.lse = mx::reshape(*attended.lse, {B, Hq, L});
   if (call.ranges) return attended;
   if (attended.logits) attended.logits = mx::reshape(*attended.logits, {B, Hq, L, -1});
@@ -91,14 +91,15 @@ VectorAttended attended_of(
 
 }  // namespace
 
-VectorAttended vector_attend(
+VectorResult vector_attend(
     const mx::array& q, const Stored& flat_k, const Stored& flat_v, const VectorCall& call) {
   const Stored k = call.ranges ? as_one_head(flat_k) : flat_k;
   const Stored v = call.ranges ? as_one_head(flat_v) : flat_v;
   const int B = q.shape(0), Hq = q.shape(1), L = q.shape(2), D = q.shape(3), Dv = v.width();
   const int N = k.arrays[0].shape(2), itemsize = static_cast<int>(mx::size_of(row_dtype(k)));
-  const std::vector<int> lengths =
-      call.ranges ? call.ranges->lengths : std::vector<int>(k.arrays[0].shape(1), N);
+  std::vector<int> lengths(call.ranges ? call.ranges->size() : k.arrays[0].shape(1), N);
+  for (size_t head = 0; call.ranges && head < lengths.size(); ++head)
+    lengths[head] = (*call.ranges)[head].second;
   const int Hk = static_cast<int>(lengths.size()), G = Hq / Hk;
   const bool packed = k.bits || v.bits;
   const auto stored = packed ? std::optional(row_bytes(k) + row_bytes(v)) : std::nullopt;

@@ -23,7 +23,7 @@ struct VectorCall {
   Saturations saturations = {};                         // of the remainder's term, [Hk]
   std::optional<mx::array> frame_scale = std::nullopt;  // [Hk, D]: of the frame that keys lie in
   std::optional<mx::array> means = std::nullopt;        // [B, Hk, D]: measure keys' distances
-  std::optional<HeadRanges> ranges = std::nullopt;      // for flat keys [B, S, D] and values
+  std::optional<Ranges> ranges = std::nullopt;          // for flat keys [B, S, D] and values
   VectorExport wanted = VectorExport::logits;
   std::string architecture = "";
   // What a kernel wrote that changed keys and values in place: read only after it.
@@ -32,14 +32,14 @@ struct VectorCall {
 
 // What the kernels wrote. What there is per slot lies head after head: with ranges, a head's logits
 // are the [G, L, length] after those of the heads before it.
-struct VectorAttended {
+struct VectorResult {
   mx::array out;                       // [B, Hq, L, Dv]
   std::optional<mx::array> lse;        // [B, Hq, L]
   std::optional<mx::array> logits;     // [B, Hq, L, N], or [B, G * L * slots]
   std::optional<mx::array> distances;  // ||k - mean||^2 [B, Hk, N], or [B, slots]
 };
 
-VectorAttended vector_attend(
+VectorResult vector_attend(
     const mx::array& q, const Stored& k, const Stored& v, const VectorCall& call);
 
 // A mask in the kernels' terms: its template argument, how many columns an array has, and the array

@@ -60,7 +60,7 @@ mx::array attention_of_prompt(
   return join_along(std::move(outs), 1);
 }
 
-void join_seed(Attended& attended, const std::optional<Seed>& seed) {
+void join_seed(AttentionResult& attended, const std::optional<Seed>& seed) {
   if (!seed) return;
   const mx::Dtype dtype = attended.out.dtype();
   std::tie(attended.out, attended.lse) =
@@ -82,7 +82,7 @@ bool gpu_takes(
   return written && attention_proven(q, k, v, mask, sinks, wanted);
 }
 
-Attended gpu_attend(
+AttentionResult gpu_attend(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted,
     const std::string& architecture) {
@@ -91,15 +91,15 @@ Attended gpu_attend(
   // unless it would take two passes over grouped queries.
   const bool plain = wanted == Export::none && !seed && !k.bits && !v.bits &&
       !(q.shape(1) != k.arrays[0].shape(1) && count(k) >= kTwoPassKeys);
-  Attended attended{q, q, std::nullopt, std::nullopt};
+  AttentionResult attended{q, q, std::nullopt, std::nullopt};
   if (few && !plain) {
     VectorCall call{scale, mask, sinks};
     call.wanted = wanted == Export::logits ? VectorExport::logits : VectorExport::lse;
     call.architecture = architecture;
-    const VectorAttended found = vector_attend(q, k, v, call);
-    attended.out = found.out;
-    attended.lse = *found.lse;
-    attended.logits = found.logits;
+    const VectorResult result = vector_attend(q, k, v, call);
+    attended.out = result.out;
+    attended.lse = *result.lse;
+    attended.logits = result.logits;
   } else {
     attended.out = attention_of_prompt(q, k, v, scale, mask, sinks);
     // Lazy: computed only if it is looked at.

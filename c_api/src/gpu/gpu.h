@@ -12,7 +12,7 @@ bool gpu_takes(
     const std::optional<mx::array>& sinks, Export wanted);
 
 // Attention that `gpu_takes`, its work shared out as on a GPU of this name.
-Attended gpu_attend(
+AttentionResult gpu_attend(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted,
     const std::string& architecture);

@@ -55,16 +55,14 @@ class GPUDecoder : public Decoder {
   }
 
   mx::array step(DecodeStep step) override {
-    const bool evicted = step.evicted();
     const mx::array &q = step.call.q, &k = step.keys, &v = step.values;
-    const StepPlan plan{step.offset,         slots_.keys.arrays[0].shape(1), policy_.sink,
-                        policy_.evict_every, std::move(step.heads),          step.aged_from};
+    const StepPlan plan{
+        std::move(step.plan), slots_.keys.arrays[0].shape(1), policy_.sink, policy_.evict_every};
+    const bool choose = plan.token.chooses();
     std::optional<Remainder> remembered;
     if (remembers_) remembered = remainder_;
     const mx::array written = overwrite(plan, slots_, victims_, k, v, remembered, frame_);
     if (remembered) remainder_ = *remembered;
-    bool choose = false;
-    for (const HeadPlan& head : plan.heads) choose = choose || head.choose;
     std::optional<mx::array> means, worth;
     const bool by_terms =
         policy_.priority == Priority::distance || policy_.priority == Priority::salience;
@@ -72,7 +70,7 @@ class GPUDecoder : public Decoder {
     if (choose && policy_.priority == Priority::direction)
       worth = unlike_directions(plan, slots_.keys, written);
     VectorCall call{step.call.scale, {}, step.call.sinks};
-    if (answers_ && evicted) call.remainder = remainder_;
+    if (answers_ && plan.token.evicts()) call.remainder = remainder_;
     call.saturations = saturations_;
     if (frame_) call.frame_scale = frame_->scale;
     call.means = means;
@@ -80,7 +78,7 @@ class GPUDecoder : public Decoder {
     call.wanted = policy_.score == Score::none ? VectorExport::lse : VectorExport::logits;
     call.architecture = *gpu_architecture();
     call.after = written;
-    const VectorAttended attended =
+    const VectorResult attended =
         vector_attend(mx::astype(q, k.dtype()), slots_.keys, slots_.values, call);
     victims_ = update(plan, slots_, policy_, attended, victims_, written, means, worth);
     // Evaluating the output evaluates all of the step.
@@ -131,7 +129,7 @@ class GPUDecoder : public Decoder {
   mx::array evicted_means(const StepPlan& plan, const mx::array& written) const {
     bool any = false;
     std::vector<bool> few;
-    for (const HeadPlan& head : plan.heads) few.push_back(head.evicted < kFewestForAMean);
+    for (const HeadPlan& head : plan.token.heads) few.push_back(head.evicted < kFewestForAMean);
     for (const bool one : few) any = any || one;
     if (!any) return remainder_.mean_key;
     const mx::array marks(few.begin(), {static_cast<int>(few.size()), 1}, mx::bool_);
@@ -150,7 +148,7 @@ class GPUDecoder : public Decoder {
 };
 
 bool tried_in_place() {
-  const StepPlan plan{1, kFewestSlots, 0, 1, {{0, 1, -1, 0, 0, false}}};
+  const StepPlan plan{{1, {{0, 1, -1, 0, 0, false}}, {}}, kFewestSlots, 0, 1};
   const auto zeros = [] { return mx::zeros({1, kFewestSlots, 32}); };
   const SlotArrays slots{{{zeros()}}, {{zeros()}}, mx::zeros({1, kFewestSlots}, mx::int32)};
   evaluate({slots.keys.arrays[0], slots.values.arrays[0], slots.positions});

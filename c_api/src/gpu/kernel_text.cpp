@@ -81,9 +81,8 @@ const KernelText& kernel_text(const std::string& name) {
   static std::mutex mutex;
   static auto& texts = *new std::map<std::string, KernelText>;
   const std::lock_guard lock(mutex);
-  const auto found = texts.find(name);
-  return found != texts.end() ? found->second
-                              : texts.emplace(name, read_kernel(name)).first->second;
+  const auto it = texts.find(name);
+  return it != texts.end() ? it->second : texts.emplace(name, read_kernel(name)).first->second;
 }
 
 }  // namespace mlx_h2o

@@ -54,8 +54,8 @@ mlx_fast_metal_kernel built(
   static std::mutex mutex;
   static auto& kernels = *new std::map<std::string, mlx_fast_metal_kernel>;
   const std::lock_guard lock(mutex);
-  const auto found = kernels.find(name);
-  if (found != kernels.end()) return found->second;
+  const auto it = kernels.find(name);
+  if (it != kernels.end()) return it->second;
   std::string source;
   for (const auto& [buffer, declaration] : text.buffers.optional)
     if (!passed.contains(buffer)) source += declaration + "\n";

@@ -96,14 +96,14 @@ std::optional<bool> remembered(const std::string& variant) {
 }
 
 // The deviation of one output.
-Deviation deviation(const Compared& output, const mx::array& found, const mx::array& expected) {
-  if (found.shape() != expected.shape())
+Deviation deviation(const Comparison& output, const mx::array& actual, const mx::array& expected) {
+  if (actual.shape() != expected.shape())
     return {
         kInfinity,
-        output.name + " has the shape " + text(found.shape()) + ", not " + text(expected.shape())};
-  const float *ours = found.data<float>(), *theirs = expected.data<float>();
+        output.name + " has the shape " + text(actual.shape()) + ", not " + text(expected.shape())};
+  const float *ours = actual.data<float>(), *theirs = expected.data<float>();
   double largest = 0, apart = 0, tolerated = 0;
-  for (size_t i = 0; i < found.size(); ++i) {
+  for (size_t i = 0; i < actual.size(); ++i) {
     if (std::isnan(ours[i])) return {kInfinity, output.name + " has a NaN"};
     if (ours[i] == theirs[i]) continue;
     const double off = std::abs(double(ours[i]) - theirs[i]);
@@ -148,21 +148,21 @@ Tolerance tolerance_of(mx::Dtype dtype) {
   return {1e-4, 1e-4};
 }
 
-Deviation worst(const std::vector<Compared>& outputs) {
+Deviation worst(const std::vector<Comparison>& outputs) {
   std::vector<mx::array> all;
   {
     const OnCPU cpu;
-    for (const Compared& output : outputs)
-      for (const mx::array* one : {&output.found, &output.expected})
+    for (const Comparison& output : outputs)
+      for (const mx::array* one : {&output.actual, &output.expected})
         all.push_back(mx::contiguous(f32(*one)));
     evaluate(all);
   }
-  Deviation found;
+  Deviation largest;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Deviation one = deviation(outputs[i], all[2 * i], all[2 * i + 1]);
-    if (one.size > found.size) found = one;
+    if (one.size > largest.size) largest = one;
   }
-  return found;
+  return largest;
 }
 
 mx::array normal_numbers(unsigned seed, const mx::Shape& shape) {

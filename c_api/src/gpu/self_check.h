@@ -49,14 +49,14 @@ constexpr Tolerance kOfMasses{1e-6, 2e-3};
 constexpr Tolerance kExact{0, 0};
 
 // An output of a kernel, what the definition says of it, and how near they must be.
-struct Compared {
+struct Comparison {
   std::string name;
-  mx::array found, expected;
+  mx::array actual, expected;
   Tolerance tolerance;
 };
 
 // The largest deviation; evaluates all. Infinities of one sign agree, a NaN agrees with nothing.
-Deviation worst(const std::vector<Compared>& outputs);
+Deviation worst(const std::vector<Comparison>& outputs);
 
 // Numbers [..] of a normal distribution, always the same for a seed, and evaluated nowhere.
 mx::array normal_numbers(unsigned seed, const mx::Shape& shape);

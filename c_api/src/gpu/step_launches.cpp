@@ -23,7 +23,7 @@ mx::array kept_keys(
                  {{{"D", keys.width()}},
                   packing_of("keys", keys),
                   {{"DIRECTIONS", wanted == "worth"}, {"SIMDS", kKeptKeysSimdgroups}}}),
-             {1, static_cast<int>(plan.heads.size()), keys.arrays[0].shape(0)},
+             {1, static_cast<int>(plan.token.heads.size()), keys.arrays[0].shape(0)},
              kKeptKeysSimdgroups * kSimdgroup)
       .at(wanted);
 }
@@ -43,21 +43,20 @@ mx::array weights_of(const KernelPolicy& policy) {
 
 }  // namespace
 
-StepPlan::StepPlan(
-    int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> of_heads, int aged_from)
-    : heads(std::move(of_heads)), integers(0) {
+StepPlan::StepPlan(TokenPlan of_token, int slots, int sink, int evict_every)
+    : token(std::move(of_token)), integers(0) {
+  const std::vector<HeadPlan>& heads = token.heads;
   std::vector<int> lines;
   for (const HeadPlan& head : heads) {
     const int start = static_cast<int>(head.start);
-    ranges.starts.push_back(start);
-    ranges.lengths.push_back(head.length);
+    ranges.emplace_back(head.start, head.length);
     lines.insert(
         lines.end(),
         {start, head.length, attended, head.recent, head.victim, int(head.choose), 0, 0});
     attended += head.length;
   }
-  std::vector<int> all{offset,      slots, attended,  static_cast<int>(heads.size()),
-                       evict_every, sink,  aged_from, 0};
+  std::vector<int> all{token.offset, slots, attended,        static_cast<int>(heads.size()),
+                       evict_every,  sink,  token.aged_from, 0};
   all.insert(all.end(), lines.begin(), lines.end());
   integers = mx::array(all.begin(), {static_cast<int>(all.size())}, mx::int32);
 }
@@ -107,7 +106,7 @@ mx::array overwrite(
 }
 
 mx::array mean_kept_keys(const StepPlan& plan, const Stored& keys, const mx::array& written) {
-  const int heads = static_cast<int>(plan.heads.size());
+  const int heads = static_cast<int>(plan.token.heads.size());
   return kept_keys(plan, keys, written, "means", {keys.arrays[0].shape(0), heads, keys.width()});
 }
 
@@ -117,7 +116,7 @@ mx::array unlike_directions(const StepPlan& plan, const Stored& keys, const mx::
 
 mx::array update(
     const StepPlan& plan, const SlotArrays& slots, const KernelPolicy& policy,
-    const VectorAttended& attended, const mx::array& victims, const mx::array& written,
+    const VectorResult& attended, const mx::array& victims, const mx::array& written,
     const std::optional<mx::array>& means, const std::optional<mx::array>& worth) {
   const int B = victims.shape(0), H = victims.shape(1);
   const bool scored = policy.score != Score::none;
@@ -132,7 +131,7 @@ mx::array update(
   add("scores", scored ? slots.scores : std::nullopt);
   add_of_values(inputs, slots);
   bool ranks = false;
-  for (const HeadPlan& head : plan.heads) ranks = ranks || head.choose;
+  for (const HeadPlan& head : plan.token.heads) ranks = ranks || head.choose;
   int ranges = 0, levels = 0;
   if (ranks && policy.priority == Priority::salience && slots.values.bits) {
     inputs.emplace("value_scales", slots.values.arrays[1]);

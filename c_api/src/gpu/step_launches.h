@@ -7,16 +7,12 @@
 
 namespace mlx_h2o {
 
-// What a layer does in a step.
+// A token's plan as the kernels of its step take it; `slots` is S of the flat buffers.
 struct StepPlan {
-  // offset is the next logical position (the new token's is one less), slots S of the flat buffers.
-  // Ages count from the position `aged_from` on.
-  StepPlan(
-      int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> heads,
-      int aged_from = 0);
+  StepPlan(TokenPlan token, int slots, int sink, int evict_every);
 
-  const std::vector<HeadPlan> heads;
-  HeadRanges ranges;
+  const TokenPlan token;
+  Ranges ranges;
   int attended = 0;  // slots that all heads attend to
   // In the layout of metal/decode_step.h: made once, for all launches of the step.
   mx::array integers;
@@ -52,7 +48,7 @@ mx::array unlike_directions(const StepPlan& plan, const Stored& keys, const mx::
 // `means` are those from which distances were measured, `worth` is for Priority::direction.
 mx::array update(
     const StepPlan& plan, const SlotArrays& slots, const KernelPolicy& policy,
-    const VectorAttended& attended, const mx::array& victims, const mx::array& written,
+    const VectorResult& attended, const mx::array& victims, const mx::array& written,
     const std::optional<mx::array>& means, const std::optional<mx::array>& worth);
 
 }  // namespace mlx_h2o

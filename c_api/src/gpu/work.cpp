@@ -4,14 +4,14 @@
 
 namespace mlx_h2o {
 
-Work::Work(
-    std::vector<int> lengths, const std::optional<HeadRanges>& ranges, std::optional<int> block)
+Work::Work(std::vector<int> lengths, const std::optional<Ranges>& ranges, std::optional<int> block)
     : heads_(static_cast<int>(lengths.size())) {
   for (int head = 0; head < heads_; ++head) {
     const int length = lengths[head], step = block.value_or(std::max(length, 1));
     firsts_.push_back(items);
     for (int offset = 0; offset < std::max(length, 1); offset += step, ++items) {
-      const int memory_head = ranges ? 0 : head, start = ranges ? ranges->starts[head] : 0;
+      const int memory_head = ranges ? 0 : head;
+      const int start = ranges ? static_cast<int>((*ranges)[head].first) : 0;
       const int count = std::min(step, length - offset);
       lines_.insert(lines_.end(), {head, memory_head, start, length, slots, offset, count, 0});
     }

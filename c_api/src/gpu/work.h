@@ -2,20 +2,16 @@
 // (python/mlx_h2o/attention/backends/work.py).
 #pragma once
 
+#include "../kernel_operands.h"
 #include "../ops.h"
 
 namespace mlx_h2o {
-
-// Where KV heads of different lengths lie in a flat buffer [B, S, D].
-struct HeadRanges {
-  std::vector<int> starts, lengths;
-};
 
 // The KV heads of a launch, and the blocks that they are cut into.
 class Work {
  public:
   // Equal heads, or those in ranges; `block` slots each, or whole heads.
-  Work(std::vector<int> lengths, const std::optional<HeadRanges>& ranges, std::optional<int> block);
+  Work(std::vector<int> lengths, const std::optional<Ranges>& ranges, std::optional<int> block);
 
   int slots = 0;  // of all heads
   int items = 0;  // blocks of all heads

@@ -15,7 +15,7 @@ bool cpu_kernels_serve() {
   return false;
 }
 
-Attended cpu_attend(
+AttentionResult cpu_attend(
     const mx::array&, const Stored&, const Stored&, float, const Masking&,
     const std::optional<mx::array>&, const std::optional<Seed>&, Export) {
   refuse();

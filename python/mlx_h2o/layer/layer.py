@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from mlx_h2o.attention.backends.choice import decoder_for, is_on_device, pack
-from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, Lent, PlannedToken
+from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, Lent, TokenPlan
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.slots.journal import Journal, put_back
 from mlx_h2o.slots.packed import dense, value_lengths
@@ -446,7 +446,7 @@ class Layer:
 
     # -- fused steps ------------------------------------------------------------------------------
 
-    def planned(self, keys: mx.array, values: mx.array) -> tuple[Decoder, list[PlannedToken]]:
+    def planned(self, keys: mx.array, values: mx.array) -> tuple[Decoder, list[TokenPlan]]:
         """The decoder and the plans of the next L tokens, which the layer counts from now on.
 
         Args:
@@ -458,7 +458,7 @@ class Layer:
         decoder = self._lend(keys, values)
         return decoder, [self._planned_token() for _ in range(count)]
 
-    def _planned_token(self) -> PlannedToken:
+    def _planned_token(self) -> TokenPlan:
         store, window = self._store, self.window
         before = self.journal.begin(store, window, self.offset) if self.settings.undo else None
         self.offset += 1
@@ -467,7 +467,7 @@ class Layer:
         heads = list[HeadPlan]()
         for run in store.runs:
             heads += self._advanced(run, stays)
-        return PlannedToken(self.offset, tuple(heads), recent, before, self.aged_from)
+        return TokenPlan(self.offset, tuple(heads), recent, before, self.aged_from)
 
     def _advanced(self, run: Run, stays: bool) -> list[HeadPlan]:
         """A run's plans for one token; where the token `stays` in the window, slots get no row."""

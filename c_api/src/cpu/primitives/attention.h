@@ -9,9 +9,6 @@
 
 namespace mlx_h2o {
 
-// Slots of each KV head in flat keys and values: its first slot and how many.
-using Ranges = std::vector<std::pair<int64_t, int>>;
-
 // Attention over [B, Hk, N, D], or over [B, S, D] with a range per head.
 //
 // Returns out [B, Hq, L, Dv] in q's dtype, lse [B, Hq, L], and, if asked for, logits

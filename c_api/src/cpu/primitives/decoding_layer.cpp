@@ -93,31 +93,18 @@ void DecodingLayer::take_frame(const Frame& frame, mx::StreamOrDevice s) {
 }
 
 LayerSteps DecodingLayer::planned(
-    const mx::array& q, float scale, std::vector<PlannedToken> tokens) const {
+    const mx::array& q, float scale, std::vector<TokenPlan> tokens) const {
   require(memory_ != nullptr, "This layer was closed");
-  const mx::Dtype positions = dtypes_[layout_.keys() + layout_.values() + Field::positions];
   LayerSteps planned{memory_, layout_, measured_, recent_layout_, layer_, {}};
   planned.layer.Hq = q.shape(1);
   planned.layer.out_dtype = dtype_of(q);
   planned.layer.scale = scale;
-  for (PlannedToken& token : tokens) {
-    check_plan(token.heads, token.recent);
-    if (positions == mx::int16 && token.offset > kFewTokens)
-      refuse(
-          "Positions of " + std::to_string(token.offset) +
-          " tokens do not fit into the 16 bits that "
-          "these slots have for them");
+  for (TokenPlan& token : tokens) {
+    check_plan(token);
     Step step{};
-    step.heads = std::move(token.heads);
-    step.offset = token.offset;
-    step.aged_from = token.aged_from;
-    if (token.recent) {
-      step.recent_slot = token.recent->slot;
-      step.recent_length = token.recent->length;
-      step.leaving = token.recent->leaving;
-    }
-    std::shared_ptr<KeptParts> kept = undo_ ? before(step) : nullptr;
-    planned.steps.push_back({std::move(step), std::move(kept)});
+    step.plan = std::move(token);
+    std::shared_ptr<UndoRecord> record = undo_ ? before(step.plan) : nullptr;
+    planned.steps.push_back({std::move(step), std::move(record)});
   }
   return planned;
 }
@@ -125,7 +112,7 @@ LayerSteps DecodingLayer::planned(
 mx::array DecodingLayer::step(
     const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
     const mx::array& v, float scale, const std::optional<mx::array>& sinks,
-    std::vector<std::vector<PlannedToken>> tokens, mx::StreamOrDevice s) {
+    std::vector<std::vector<TokenPlan>> tokens, mx::StreamOrDevice s) {
   if (layers.empty() || tokens.size() != layers.size())
     refuse(
         "There are tokens for each of " + std::to_string(layers.size()) + " layers, not " +
@@ -157,24 +144,21 @@ mx::array DecodingLayer::step(
   return L == 1 ? outputs[0] : mx::transpose(outputs[0], {1, 2, 0, 3}, s);
 }
 
-void DecodingLayer::note(std::shared_ptr<KeptParts> step) {
+void DecodingLayer::note(std::shared_ptr<UndoRecord> step) {
   if (journal_.size() == size_t(undo_)) journal_.pop_front();
   journal_.push_back(std::move(step));
 }
 
 // What a step will change.
-std::shared_ptr<KeptParts> DecodingLayer::before(const Step& step) const {
+std::shared_ptr<UndoRecord> DecodingLayer::before(const TokenPlan& plan) const {
   const int rows = layout_.keys() + layout_.values();
-  auto kept = std::make_shared<KeptParts>(layer_.B, layer_.Hk, step);
+  auto record = std::make_shared<UndoRecord>(layer_.B, layer_.Hk, plan);
   const auto add = [&](int field, Change change) {
     if (shapes_[field] != mx::Shape{0})  // no scores
-      kept->add(field, change, shapes_[field], dtypes_[field]);
+      record->add(field, change, shapes_[field], dtypes_[field]);
   };
-  bool overwrites = false, chooses = false;
-  for (const HeadPlan& head : step.heads) {
-    overwrites |= head.victim >= 0;
-    chooses |= head.choose;
-  }
+  const bool overwrites = std::any_of(
+      plan.heads.begin(), plan.heads.end(), [](const HeadPlan& head) { return head.victim >= 0; });
   if (overwrites) {
     for (int field = 0; field <= rows + Field::positions; ++field) add(field, Change::slot_row);
     if (measured_) add(rows + Field::value_lengths, Change::slot_row);
@@ -183,16 +167,16 @@ std::shared_ptr<KeptParts> DecodingLayer::before(const Step& step) const {
         add(rows + field, Change::whole);
   }
   add(rows + Field::scores, Change::whole);
-  if (chooses) add(rows + Field::victims, Change::whole);
-  if (!recent_layout_) return kept;
+  if (plan.chooses()) add(rows + Field::victims, Change::whole);
+  if (!recent_layout_) return record;
   const int newest = rows + Field::value_lengths + measured_;
   const int scores = newest + recent_layout_->keys() + recent_layout_->values();
-  if (step.leaving) {
+  if (plan.recent->leaving) {
     for (int field = newest; field < scores; ++field) add(field, Change::ring_row);
     if (measured_) add(scores + 1, Change::ring_row);
   }
   add(scores, Change::whole);
-  return kept;
+  return record;
 }
 
 void DecodingLayer::take_back(int count) {

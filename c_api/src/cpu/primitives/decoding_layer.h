@@ -13,21 +13,13 @@ namespace mlx_h2o {
 
 struct LayerSteps;
 struct SlotMemory;
-class KeptParts;
+class UndoRecord;
 
 // The newest tokens where they are stored apart (recent.py).
 struct Recent {
   Stored keys, values;                                    // [B, Hk, size, D] and [B, Hk, size, Dv]
   mx::array scores;                                       // [B, Hk, size], or of size 0
   std::optional<mx::array> value_lengths = std::nullopt;  // [B, Hk, size] float16
-};
-
-// One token of a layer, as it is planned.
-struct PlannedToken {
-  int offset;
-  std::vector<HeadPlan> heads;
-  std::optional<RecentStep> recent;
-  int aged_from = 0;  // the position from which ages count
 };
 
 // A layer's slots, remainder and victims while it decodes.
@@ -58,10 +50,10 @@ class DecodingLayer {
   static mx::array step(
       const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
       const mx::array& v, float scale, const std::optional<mx::array>& sinks,
-      std::vector<std::vector<PlannedToken>> tokens, mx::StreamOrDevice s);
+      std::vector<std::vector<TokenPlan>> tokens, mx::StreamOrDevice s);
 
   // The last steps that can be taken back, the oldest first.
-  const std::deque<std::shared_ptr<KeptParts>>& journal() const {
+  const std::deque<std::shared_ptr<UndoRecord>>& journal() const {
     return journal_;
   }
   // Takes the last `count` of them back, in place; it waits for steps that have not run yet.
@@ -82,12 +74,11 @@ class DecodingLayer {
   void check_recent(const Stored& keys, const Stored& values, const Recent& recent) const;
   void take_frame(const Frame& frame, mx::StreamOrDevice s);
   void check_tokens(int B, int L, const mx::array& q, const mx::array& k, const mx::array& v) const;
-  void check_plan(
-      const std::vector<HeadPlan>& heads, const std::optional<RecentStep>& recent) const;
+  void check_plan(const TokenPlan& plan) const;
 
-  LayerSteps planned(const mx::array& q, float scale, std::vector<PlannedToken> tokens) const;
-  std::shared_ptr<KeptParts> before(const Step& step) const;
-  void note(std::shared_ptr<KeptParts> step);
+  LayerSteps planned(const mx::array& q, float scale, std::vector<TokenPlan> tokens) const;
+  std::shared_ptr<UndoRecord> before(const TokenPlan& plan) const;
+  void note(std::shared_ptr<UndoRecord> step);
 
   Layer layer_;
   SlotLayout layout_;
@@ -99,7 +90,7 @@ class DecodingLayer {
   std::vector<mx::Dtype> dtypes_;
   std::shared_ptr<SlotMemory> memory_;
   mx::array last_step_;
-  std::deque<std::shared_ptr<KeptParts>> journal_;
+  std::deque<std::shared_ptr<UndoRecord>> journal_;
 };
 
 }  // namespace mlx_h2o

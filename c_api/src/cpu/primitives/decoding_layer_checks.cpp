@@ -99,8 +99,8 @@ void DecodingLayer::check_tokens(
       "k and v have another dtype than the slots", {{"k", k}, {"v", v}});
 }
 
-void DecodingLayer::check_plan(
-    const std::vector<HeadPlan>& heads, const std::optional<RecentStep>& recent) const {
+void DecodingLayer::check_plan(const TokenPlan& plan) const {
+  const auto& [offset, heads, recent, aged_from] = plan;
   if (heads.size() != size_t(layer_.Hk))
     refuse(
         "A step has a plan for each of " + std::to_string(layer_.Hk) + " KV heads, not " +
@@ -126,6 +126,11 @@ void DecodingLayer::check_plan(
             (head.length == heads[0].length && head.choose == heads[0].choose),
         "Heads that choose together must be alike");
   }
+  const mx::Dtype positions = dtypes_[layout_.keys() + layout_.values() + Field::positions];
+  if (positions == mx::int16 && offset > kFewTokens)
+    refuse(
+        "Positions of " + std::to_string(offset) +
+        " tokens do not fit into the 16 bits that these slots have for them");
 }
 
 }  // namespace mlx_h2o

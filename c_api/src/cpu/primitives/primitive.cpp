@@ -22,10 +22,6 @@ void refuse(const std::string& what, std::initializer_list<Operand> operands) {
   throw std::invalid_argument(words + ".");
 }
 
-bool is_float(const mx::array& a) {
-  return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
-}
-
 Dtype dtype_of(const mx::array& a) {
   if (a.dtype() == mx::float16) return Dtype::float16;
   if (a.dtype() == mx::bfloat16) return Dtype::bfloat16;

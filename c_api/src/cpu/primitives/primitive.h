@@ -7,6 +7,7 @@
 #include "kernels/kernels.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
+#include "text.h"
 
 namespace mlx_h2o {
 
@@ -30,7 +31,6 @@ inline void require(bool fits, const char* what, std::initializer_list<Operand> 
   if (!fits) refuse(what, operands);
 }
 
-bool is_float(const mx::array& a);
 Dtype dtype_of(const mx::array& a);
 
 // The array in float32, row after row.

@@ -45,9 +45,9 @@ std::unordered_map<const void*, Part>& parts() {
 std::pair<std::shared_ptr<ReservedRange>, size_t> part_of(const mx::array& a) {
   if (a.size() == 0) return {nullptr, 0};
   std::lock_guard lock(parts_mutex);
-  const auto found = parts().find(a.buffer().ptr());
-  if (found == parts().end()) return {nullptr, 0};
-  return {found->second.range.lock(), found->second.offset};
+  const auto it = parts().find(a.buffer().ptr());
+  if (it == parts().end()) return {nullptr, 0};
+  return {it->second.range.lock(), it->second.offset};
 }
 
 // Data at an offset of a range; the range lives as long as it.

@@ -5,9 +5,9 @@
 #include <optional>
 #include <vector>
 
-#include "kept_parts.h"
 #include "reserved_range.h"
 #include "stored.h"
+#include "undo_record.h"
 
 namespace mlx_h2o {
 
@@ -32,7 +32,7 @@ mx::array open_slots(
 // One token's step as far as it is known before its arrays are; `before`, if it can be taken back.
 struct PlannedStep {
   Step step;
-  std::shared_ptr<KeptParts> before;
+  std::shared_ptr<UndoRecord> before;
 };
 
 // The steps of a layer's next tokens.

@@ -30,7 +30,7 @@ _MERGE_SIMDGROUPS = 8
 
 
 @dataclass
-class Attended:
+class VectorResult:
     """The outputs of the kernels; None for outputs that were not requested.
 
     Outputs per slot lie head after head. With ranges they are flat: a head's logits are the
@@ -65,7 +65,7 @@ def supports(q: mx.array, k: Rows, v: Rows) -> bool:
     )
 
 
-def attend(launcher: Launcher, q: mx.array, k: Rows, v: Rows, **options: Any) -> Attended:
+def attend(launcher: Launcher, q: mx.array, k: Rows, v: Rows, **options: Any) -> VectorResult:
     """Attention that reads keys and values once and writes the outputs that a policy needs.
 
     Args:
@@ -122,7 +122,7 @@ class AttentionLaunch:
         """Slots of each KV head."""
         return (self.k.shape[2],) * self.k.shape[1] if self.ranges is None else self.ranges.lengths
 
-    def attended(self, launcher: Launcher) -> Attended:
+    def attended(self, launcher: Launcher) -> VectorResult:
         """Launch the kernel, and the one that merges the blocks that heads are cut into."""
         (B, Hq, L, D), Dv, lengths = self.q.shape, self.v.shape[-1], self.lengths
         G, itemsize = Hq // len(lengths), self.k.dtype.size
@@ -224,13 +224,13 @@ def _merged(
 
 def _shaped(
     written: dict[str, mx.array], out_shape: tuple[int, ...], heads: int, equal: int | None
-) -> Attended:
+) -> VectorResult:
     """Outputs in the shapes of the operands; per-slot outputs only when heads are equal."""
     B, Hq, L, _ = out_shape
     shapes = {"out": out_shape, "lse": (B, Hq, L)}
     if equal is not None:
         shapes |= {"logits": (B, Hq, L, equal), "distances": (B, heads, equal)}
-    return Attended(
+    return VectorResult(
         **{
             name: array.reshape(shapes[name]) if name in shapes else array
             for name, array in written.items()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlx_h2o.attention.backends import reference
-from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
+from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, TokenPlan
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.loading.tested_versions import is_newer, warn_if_newer
@@ -125,7 +125,7 @@ def accepts(
 
 def step_together(
     decoders: Sequence[Decoder],
-    tokens: Sequence[Sequence[PlannedToken]],
+    tokens: Sequence[Sequence[TokenPlan]],
     call: AttentionCall,
     k: mx.array,
     v: mx.array,

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_h2o import _ext
 from mlx_h2o.attention.backends.cpu import stored
-from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
+from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, TokenPlan
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.slots.journal import StepBefore
 from mlx_h2o.slots.remainder import Remainder
@@ -79,7 +79,7 @@ class CPUDecoder(Decoder):
     @staticmethod
     def step_together(
         decoders: Sequence[CPUDecoder],
-        tokens: Sequence[Sequence[PlannedToken]],
+        tokens: Sequence[Sequence[TokenPlan]],
         q: mx.array,
         k: mx.array,
         v: mx.array,

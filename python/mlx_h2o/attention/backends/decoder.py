@@ -42,7 +42,7 @@ class HeadPlan(NamedTuple):
     choose: bool
 
 
-class PlannedToken(NamedTuple):
+class TokenPlan(NamedTuple):
     """The plan of one token in a layer.
 
     Attributes:
@@ -83,7 +83,7 @@ class DecodeStep(NamedTuple):
     v: mx.array
     scale: float
     sinks: mx.array | None
-    tokens: Sequence[PlannedToken]
+    tokens: Sequence[TokenPlan]
 
 
 @dataclass

@@ -65,7 +65,9 @@ class Gpu:
         """See `PackedRows.of`."""
         return reference.pack(rows, bits, group_size)
 
-    def attend(self, q: mx.array, k: Rows, v: Rows, **options: Any) -> attention_launches.Attended:
+    def attend(
+        self, q: mx.array, k: Rows, v: Rows, **options: Any
+    ) -> attention_launches.VectorResult:
         """See `attention_launches.attend`."""
         options.setdefault("architecture", self.architecture())
         return attention_launches.attend(self.launcher, q, k, v, **options)
@@ -119,7 +121,7 @@ class Gpu:
             mass = _placed(mass, call.ranges, (), k, 0.0)
         return out, mass, lse
 
-    def _attended(self, call: Operands[Rows], **export: Any) -> attention_launches.Attended:
+    def _attended(self, call: Operands[Rows], **export: Any) -> attention_launches.VectorResult:
         """Attention by the kernel that reads keys and values once; the seed is joined later."""
         return self.attend(
             call.q,

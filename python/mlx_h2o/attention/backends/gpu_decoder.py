@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_h2o.attention.backends.attention_launches import (
     EXPORT_LOGITS,
     EXPORT_LSE,
-    Attended,
+    VectorResult,
     attend,
 )
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, HeadPlan, Lent
@@ -132,7 +132,7 @@ class GPUDecoder(Decoder):
 
     def _attend(
         self, step: DecodeStep, plan: StepPlan, written: mx.array, means: mx.array | None
-    ) -> Attended:
+    ) -> VectorResult:
         """Attention over the slots, after the new row is written."""
         answers = self._settings.remainder and step.tokens[0].evicts
         frame = self._settings.frame

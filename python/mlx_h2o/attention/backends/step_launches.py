@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.attention.backends.attention_launches import REMAINDER, Attended
+from mlx_h2o.attention.backends.attention_launches import REMAINDER, VectorResult
 from mlx_h2o.attention.backends.decoder import HeadPlan
 from mlx_h2o.attention.backends.launcher import SIMDGROUP, Launcher, Outputs
 from mlx_h2o.attention.backends.row_buffers import buffers, packing
@@ -219,7 +219,7 @@ def update(
     plan: StepPlan,
     slots: SlotArrays,
     policy: KernelPolicy,
-    attended: Attended,
+    attended: VectorResult,
     victims: mx.array,
     written: mx.array,
     means: mx.array | None = None,

@@ -13,17 +13,17 @@ namespace mlx_h2o {
 enum class Change { slot_row, ring_row, whole };
 
 // A field's part that a step overwrites, as it was.
-struct KeptPart {
+struct UndoPart {
   int field;  // its place among the layer's fields
   Change change;
   mx::array before;  // the row of each head [B, Hk, ...], or the whole field
 };
 
 // All such parts of one step.
-class KeptParts {
+class UndoRecord {
  public:
   // Of a step of a layer of B sequences and Hk heads; no part yet.
-  KeptParts(int B, int Hk, const Step& step);
+  UndoRecord(int B, int Hk, const TokenPlan& plan);
 
   // Also keeps what the step changes of a field of this shape.
   void add(int field, Change change, const mx::Shape& shape, mx::Dtype dtype);
@@ -45,19 +45,19 @@ class KeptParts {
   bool has_slots() const {
     return has_slots_;
   }
-  const std::vector<KeptPart>& parts() const {
+  const std::vector<UndoPart>& parts() const {
     return parts_;
   }
 
  private:
   template <class Copy>
-  void each_part(const KeptPart& kept, const mx::array& field, Copy copy) const;
+  void each_part(const UndoPart& part, const mx::array& field, Copy copy) const;
 
   const int B_, Hk_, ring_slot_;
   std::vector<int64_t> starts_;  // of the heads, in the flat buffers
   bool has_slots_ = false;
   mx::array slots_;
-  std::vector<KeptPart> parts_;
+  std::vector<UndoPart> parts_;
 };
 
 }  // namespace mlx_h2o
