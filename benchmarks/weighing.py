@@ -30,12 +30,12 @@ def resident() -> int:
 
 @dataclass(frozen=True)
 class Weight:
-    """Bytes after a stage; `told` is what the caches say, the others are over the beginning.
+    """Bytes after a stage; `nbytes` is what the caches say, the others are over the beginning.
 
     Attributes:
         caches: The arm.
         stage: What was done.
-        told: `nbytes`.
+        nbytes: `nbytes` of the caches.
         active: MLX's active memory, and pages of reserved ranges.
         pool: Its free buffers, before they were given back.
         peak: The most that was active during the stage, with the pages of ranges at its end.
@@ -44,7 +44,7 @@ class Weight:
 
     caches: str
     stage: str
-    told: int
+    nbytes: int
     active: int
     pool: int
     peak: int
@@ -53,14 +53,14 @@ class Weight:
     @property
     def is_too_much(self) -> bool:
         """Whether one of ours holds more than it tells."""
-        return "mlx-h2o" in self.caches and self.active > MOST_OVER * self.told + LOOSE
+        return "mlx-h2o" in self.caches and self.active > MOST_OVER * self.nbytes + LOOSE
 
     @property
     def cells(self) -> list[str]:
         """As a row of the table, in MiB."""
-        sizes = [f"{size / MIB:.1f}" for size in (self.told, self.active)]
+        sizes = [f"{size / MIB:.1f}" for size in (self.nbytes, self.active)]
         rest = [f"{size / MIB:.1f}" for size in (self.pool, self.peak, self.resident)]
-        return [self.caches, self.stage, *sizes, f"{self.active / self.told:.3f}", *rest]
+        return [self.caches, self.stage, *sizes, f"{self.active / self.nbytes:.3f}", *rest]
 
 
 class Scale:

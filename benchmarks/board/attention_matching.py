@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.board.column_cache import ELEMENT, ColumnCache, kinds_of
-from benchmarks.board.reading import Reading, plain, reading_of
+from benchmarks.board.reading import plain, through
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.attention.call import AttentionCall
@@ -42,7 +42,7 @@ class MatchedCache(ColumnCache):
         return super().counted + (0 if self.bias is None else self.bias.size * ELEMENT)
 
 
-class Asking(ColumnCache):
+class QueryRecorder(ColumnCache):
     """One layer in the second reading: it keeps the queries.
 
     Args:
@@ -126,21 +126,21 @@ def compacted(reader: Reader, task: Task, share: float) -> list[Any]:
     tokens = mx.array(task.prompts)
     full = stock_caches(reader.model)
     reader.model(tokens, cache=full)
-    asking = [Asking(entry) for entry in full]
+    recorders = [QueryRecorder(entry) for entry in full]
     repeat = mx.array([reader.encode(REPEAT)])
-    mx.eval(reader.model(mx.concatenate([repeat, tokens], axis=1), cache=asking)[:, -1])
+    mx.eval(reader.model(mx.concatenate([repeat, tokens], axis=1), cache=recorders)[:, -1])
     rows_per_head = int(share * plain(reader.model, tokens.shape[1])) // sum(
         kind.heads for kind in kinds
     )
     made = []
-    for kind, entry in zip(kinds, asking, strict=True):
+    for kind, entry in zip(kinds, recorders, strict=True):
         slots = rows_per_head // ((kind.widths.key + kind.widths.value + 1) * ELEMENT)
         made.append(_layer(entry, slots, tokens.shape[1]))
     no_progress(tokens.size)
     return made
 
 
-def _layer(entry: Asking, slots: int, T: int) -> MatchedCache:
+def _layer(entry: QueryRecorder, slots: int, T: int) -> MatchedCache:
     """A layer's matched rows."""
     if slots < 1:
         raise ValueError("not one slot fits into the bytes")
@@ -159,14 +159,10 @@ def _layer(entry: Asking, slots: int, T: int) -> MatchedCache:
 
 def rival() -> Rival:
     """Attention Matching on the board."""
-
-    def read(reader: Reader, task: Task, share: float) -> Reading:
-        return reading_of(reader, task, lambda s, part: compacted(s, part, share), one_by_one=True)
-
     return Rival(
         "Attention Matching (from the paper)",
         "https://github.com/adamzweiger/compaction",
         "keys of greatest attention, queries of a repetition, even slots, a bias of 2 bytes",
-        read,
+        through(compacted, one_by_one=True),
         prompts_only=True,
     )

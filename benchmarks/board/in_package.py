@@ -5,16 +5,16 @@ A policy has the settings that its authors' code has, with even slots, dense row
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import mlx.core as mx
 
 from benchmarks.board import policies  # noqa: F401  # registers them
-from benchmarks.board.reading import Reading, having_read, reading_of
-from benchmarks.board.rivals import OURS, Read, Rival
+from benchmarks.board.reading import Read, Reading, Sized, having_read, through
+from benchmarks.board.rivals import OURS, Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.compression.compress import compress_into
@@ -57,7 +57,7 @@ POLICIES = {
 
 def full_reading(reader: Reader, task: Task) -> Reading:
     """The full cache's reading, against which all others are scored."""
-    return _through(Method(FULL))(reader, task, 1.0)
+    return through(_caches(Method(FULL)))(reader, task, 1.0)
 
 
 def rivals() -> list[Rival]:
@@ -68,24 +68,41 @@ def rivals() -> list[Rival]:
             f"mlx-lm, {WINDOW}",
             MLX_LM,
             f"RotatingKVCache, keep={WINDOW_KEEP} as in its make_prompt_cache",
-            _through(Method(WINDOW)),
+            through(_caches(Method(WINDOW))),
         ),
         *(
-            Rival(name, MLX_LM, "QuantizedKVCache; keeps every token", _through(Method(name)), True)
+            Rival(
+                name,
+                MLX_LM,
+                "QuantizedKVCache; keeps every token",
+                through(_caches(Method(name))),
+                keeps_all=True,
+            )
             for name in PACKED
         ),
     ]
     published = [
-        Rival(f"{spec.split(':')[0]} (ours)", source, why, _through(_published(spec)))
+        # Without what its paper does not have.
+        Rival(
+            f"{spec.split(':')[0]} (ours)",
+            source,
+            why,
+            through(_caches(parse_method(f"{spec}:remainder=false"))),
+        )
         for spec, (source, why) in POLICIES.items()
     ]
     return [
-        Rival(OURS, "", "the default: bits, slots and remainder by the profile", _through(ours)),
+        Rival(
+            OURS,
+            "",
+            "the default: bits, slots and remainder by the profile",
+            through(_caches(ours)),
+        ),
         Rival(
             f"{OURS}, read twice",
             "",
             '`reading="twice"`: the same bytes, but for the prompt\'s packed rows while it is read',
-            _read_twice,
+            through(_read_twice, one_by_one=True),
         ),
         Rival(
             f"{OURS} compress",
@@ -98,7 +115,7 @@ def rivals() -> list[Rival]:
             RETURNING,
             "",
             "the default with `spill=`; what waits for the file and the last queries count, too",
-            _returning,
+            through(_returning, one_by_one=True),  # a file holds one conversation
         ),
         *mlx_lm,
         *published,
@@ -112,25 +129,17 @@ def rivals() -> list[Rival]:
     ]
 
 
-def _published(spec: str) -> Method:
-    """A policy's cache without what its paper does not have."""
-    return parse_method(f"{spec}:remainder=false")
-
-
 def _size(task: Task, share: float) -> int:
     """The tokens whose bytes a cache gets."""
     return max(round(share * task.sized), 1)
 
 
-def _through(method: Method, one_by_one: bool = False) -> Read:
-    def read(reader: Reader, task: Task, share: float) -> Reading:
-        def after(reader: Reader, part: Task) -> list[Any]:
-            cache = replace(method, tokens=_size(part, share)).make(reader.model, part.context)
-            return having_read(reader, cache, part)
+def _caches(method: Method) -> Sized:
+    def sized(reader: Reader, part: Task, share: float) -> list[Any]:
+        cache = replace(method, tokens=_size(part, share)).make(reader.model, part.context)
+        return having_read(reader, cache, part)
 
-        return reading_of(reader, task, after, one_by_one)
-
-    return read
+    return sized
 
 
 def returning_method(folder: Path) -> Method:
@@ -139,16 +148,8 @@ def returning_method(folder: Path) -> Method:
     return Method(RETURNING, DEFAULT_POLICY, settings=settings)
 
 
-def _returning(reader: Reader, task: Task, share: float) -> Reading:
-    with tempfile.TemporaryDirectory(prefix="board-") as folder:
-        method = returning_method(Path(folder))
-
-        def after(reader: Reader, part: Task) -> list[Any]:
-            cache = replace(method, tokens=_size(part, share)).make(reader.model, part.context)
-            return written(having_read(reader, cache, part))
-
-        # A file holds one conversation.
-        return reading_of(reader, task, after, one_by_one=True)
+def _returning(reader: Reader, part: Task, share: float) -> list[Any]:
+    return written(_caches(returning_method(Path(gettempdir())))(reader, part, share))
 
 
 def written(cache: list[Any]) -> list[Any]:
@@ -161,28 +162,21 @@ def written(cache: list[Any]) -> list[Any]:
     return cache
 
 
-def _read_twice(reader: Reader, task: Task, share: float) -> Reading:
-    def after(reader: Reader, part: Task) -> list[Any]:
-        ours, (prompt,) = Method(OURS, DEFAULT_POLICY, tokens=_size(part, share)), part.prompts
-        cache = ours.make(reader.model, part.context)
-        count, _ = read_prompt(reader.model, reader.tokenizer, prompt, cache, "twice")
-        return having_read(reader, cache, replace(part, prompts=[prompt[count:]]))
-
-    return reading_of(reader, task, after, one_by_one=True)
+def _read_twice(reader: Reader, part: Task, share: float) -> list[Any]:
+    ours, (prompt,) = Method(OURS, DEFAULT_POLICY, tokens=_size(part, share)), part.prompts
+    cache = ours.make(reader.model, part.context)
+    count, _ = read_prompt(reader.model, reader.tokenizer, prompt, cache, "twice")
+    return having_read(reader, cache, replace(part, prompts=[prompt[count:]]))
 
 
 def _compressed(method: Method, fitted: bool) -> Read:
-    def read(reader: Reader, task: Task, share: float) -> Reading:
-        def after(reader: Reader, part: Task) -> list[Any]:
-            prompt = mx.array(part.prompts)
-            sized = replace(method, tokens=_size(part, share))
-            cache = sized.make(reader.model, prompt.shape[1])
-            room = len(part.continuations[0])
-            how = TwoReadings(chunk=reader.chunk, room=room, fitted=fitted)
-            compress_into(cache, reader.model, reader.tokenizer, prompt, how)
-            return cache
+    def sized(reader: Reader, part: Task, share: float) -> list[Any]:
+        prompt = mx.array(part.prompts)
+        cache = replace(method, tokens=_size(part, share)).make(reader.model, prompt.shape[1])
+        room = len(part.continuations[0])
+        how = TwoReadings(chunk=reader.chunk, room=room, fitted=fitted)
+        compress_into(cache, reader.model, reader.tokenizer, prompt, how)
+        return cache
 
-        # Rows of a batch would share one layout of slots.
-        return reading_of(reader, task, after, one_by_one=True)
-
-    return read
+    # Rows of a batch would share one layout of slots.
+    return through(sized, one_by_one=True)

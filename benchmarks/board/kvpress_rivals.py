@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.board import weights
 from benchmarks.board.packages import Missing, folder, pip
-from benchmarks.board.reading import Reading, plain
-from benchmarks.board.rivals import Read, Rival
+from benchmarks.board.reading import Read, Reading, plain
+from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.evaluate.reader import Reader
 from mlx_h2o.loading import gguf

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from benchmarks.board.column_cache import ELEMENT, SCORE, ColumnCache, kinds_of
-from benchmarks.board.reading import Reading, having_read, plain, reading_of
+from benchmarks.board.reading import having_read, plain, through
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.evaluate.reader import Reader
@@ -134,16 +134,13 @@ def caches(model: nn.Module, size: int) -> list[Any]:
 def rival() -> Rival:
     """MomentKV on the board."""
 
-    def read(reader: Reader, task: Task, share: float) -> Reading:
-        def after(reader: Reader, part: Task) -> list[Any]:
-            size = int(share * plain(reader.model, part.sized))
-            return having_read(reader, caches(reader.model, size), part)
-
-        return reading_of(reader, task, after)
+    def sized(reader: Reader, part: Task, share: float) -> list[Any]:
+        size = int(share * plain(reader.model, part.sized))
+        return having_read(reader, caches(reader.model, size), part)
 
     return Rival(
         "MomentKV (from the paper)",
         "https://arxiv.org/abs/2606.01563",
         f"covariance in full, {SINK} sinks, a quarter of the slots for the newest",
-        read,
+        through(sized),
     )

@@ -6,9 +6,11 @@ requirements.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from mlx_h2o._files import cache_folder
 
@@ -39,6 +41,26 @@ def unpacked(requirement: str) -> Path:
         pip(sys.executable, "--no-deps", "--target", str(place), requirement)
         done.touch()
     return place
+
+
+def imported(requirement: str, module: str) -> ModuleType:
+    """A module of a package that pip puts into the cache folder.
+
+    Args:
+        requirement: The package and its version.
+        module: The module's name.
+
+    Raises:
+        ValueError: pip cannot get it, or it cannot be imported.
+    """
+    place = str(unpacked(requirement))
+    sys.path.insert(0, place)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{requirement} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove(place)
 
 
 def pip(python: str | Path, *arguments: str) -> None:

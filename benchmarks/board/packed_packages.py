@@ -6,14 +6,11 @@ operations.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.board.packages import unpacked
-from benchmarks.board.reading import Reading, counted_bytes, having_read, reading_of
+from benchmarks.board.packages import imported
+from benchmarks.board.reading import Sized, having_read, through
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.evaluate.reader import Reader
@@ -31,22 +28,6 @@ WIDTHS = {
 KIVI = {"bit_width_inlier": 2, "kivi_group_size": 32, "residual_length": 32}
 
 
-def imported(requirement: str, module: str) -> ModuleType:
-    """A module of a package that pip puts into the cache folder.
-
-    Raises:
-        ValueError: pip cannot get it, or it cannot be imported.
-    """
-    place = str(unpacked(requirement))
-    sys.path.insert(0, place)
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"{requirement} cannot be imported: {error}") from error
-    finally:
-        sys.path.remove(place)
-
-
 def rivals() -> list[Rival]:
     """TurboQuant in several widths, and KIVI."""
     turbo = [
@@ -54,7 +35,7 @@ def rivals() -> list[Rival]:
             f"turboquant-mlx-full, {k} and {v} bits",
             "https://pypi.org/project/turboquant-mlx-full/",
             f"bits of keys and values: {why}",
-            _packed(_turboquant(k, v), counted_bytes),
+            through(_turboquant(k, v), one_by_one=True),
             keeps_all=True,
         )
         for (k, v), why in WIDTHS.items()
@@ -63,37 +44,27 @@ def rivals() -> list[Rival]:
         "veloxquant-mlx, KIVI, 2 bits",
         "https://pypi.org/project/veloxquant-mlx/",
         "groups of 32, newest 32 unpacked; bytes as the package says, which it holds unpacked",
-        _packed(_kivi, _said_by_kivi),
+        through(_kivi, one_by_one=True, count=_said_by_kivi),
         keeps_all=True,
     )
     return [*turbo, kivi]
 
 
-def _packed(
-    make: Callable[[Reader], list[Any]], count: Callable[[Sequence[Any]], int]
-) -> Callable[[Reader, Task, float], Reading]:
-    def read(reader: Reader, task: Task, share: float) -> Reading:
-        def after(reader: Reader, part: Task) -> list[Any]:
-            return having_read(reader, make(reader), part)
-
-        return reading_of(reader, task, after, one_by_one=True, count=count)
-
-    return read
-
-
-def _turboquant(k_bits: int, v_bits: int) -> Callable[[Reader], list[Any]]:
-    def make(reader: Reader) -> list[Any]:
+def _turboquant(k_bits: int, v_bits: int) -> Sized:
+    def sized(reader: Reader, part: Task, share: float) -> list[Any]:
         module = imported(TURBOQUANT, "turboquant_mlx.layers.polar_kv_cache")
         of = {"k_bits": k_bits, "v_bits": v_bits}
-        return [module.TurboQuantKVCache(**of) for _ in stock_caches(reader.model)]
+        caches = [module.TurboQuantKVCache(**of) for _ in stock_caches(reader.model)]
+        return having_read(reader, caches, part)
 
-    return make
+    return sized
 
 
-def _kivi(reader: Reader) -> list[Any]:
+def _kivi(reader: Reader, part: Task, share: float) -> list[Any]:
     module = imported(VELOXQUANT, "veloxquant_mlx")
     config = module.KVCacheConfig(method="kivi", seed=0, **KIVI)
-    return list(module.KVCacheBuilder.for_model(reader.model, config))
+    caches = list(module.KVCacheBuilder.for_model(reader.model, config))
+    return having_read(reader, caches, part)
 
 
 def _said_by_kivi(cache: Sequence[Any]) -> int:

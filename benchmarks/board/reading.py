@@ -45,6 +45,10 @@ class Reading:
 
 #: Makes the caches that have read a task's prompts; the task may be one row of several.
 After = Callable[[Reader, Task], list[Any]]
+#: The same with a part of the bytes of the prompt's full 16-bit cache.
+Sized = Callable[[Reader, Task, float], list[Any]]
+#: Reads a task with such a part of the bytes.
+Read = Callable[[Reader, Task, float], Reading]
 
 
 def plain(model: nn.Module, tokens: int) -> int:
@@ -89,6 +93,22 @@ def reading_of(
         statistics.fmean(part.token_seconds for part in readings),
         max((part.peak for part in readings if part.peak is not None), default=None),
     )
+
+
+def through(
+    caches: Sized,
+    one_by_one: bool = False,
+    count: Callable[[Sequence[Any]], int] = counted_bytes,
+) -> Read:
+    """How tasks are read through such caches; the arguments are those of `reading_of`."""
+
+    def read(reader: Reader, task: Task, share: float) -> Reading:
+        def after(reader: Reader, part: Task) -> list[Any]:
+            return caches(reader, part, share)
+
+        return reading_of(reader, task, after, one_by_one, count)
+
+    return read
 
 
 def _read(

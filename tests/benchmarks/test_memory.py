@@ -19,9 +19,9 @@ def test_every_stage_is_weighed_and_nothing_is_too_much(arm, monkeypatch):
     assert len(found) == (8 if "mlx-h2o" in arm else 6)
     assert len({held.stage for held in found}) == len(found)
     for held in found:
-        assert held.told > MIB / 4
+        assert held.nbytes > MIB / 4
         assert not held.is_too_much
-        assert held.active == pytest.approx(held.told, abs=LOOSE)
+        assert held.active == pytest.approx(held.nbytes, abs=LOOSE)
         assert held.peak >= held.active
 
 
@@ -34,6 +34,6 @@ def test_a_copy_is_found():
     held = scale.weighed("a copy", 10 * MIB)
     assert held.active == pytest.approx(rows.nbytes, abs=LOOSE / 4)
     assert held.is_too_much
-    assert not replace(held, told=11 * MIB).is_too_much
+    assert not replace(held, nbytes=11 * MIB).is_too_much
     assert not replace(held, caches="KVCache").is_too_much
     assert Weight(**vars(held)).cells[:5] == ["mlx-h2o", "a copy", "10.0", "11.0", "1.100"]
