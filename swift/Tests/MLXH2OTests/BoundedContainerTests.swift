@@ -44,9 +44,9 @@ import Testing
             for turn in 0 ..< 3 {
                 replies[round].append(try await session.respond(to: "message \(turn)"))
             }
-            let held = await layers(session)
-            #expect(held.count == 3 && held.allSatisfy { $0.kind == "H2OKVCache" })
-            #expect(held.allSatisfy { $0.physical <= 40 && $0.offset > 70 })
+            let caches = await layers(session)
+            #expect(caches.count == 3 && caches.allSatisfy { $0.kind == "H2OKVCache" })
+            #expect(caches.allSatisfy { $0.physical <= 40 && $0.offset > 70 })
             await session.clear()
         }
         #expect(replies[0] == replies[1])

@@ -59,8 +59,8 @@ import Testing
                     queries: rows.queries[0..., 0..., range], keys: rows.keys[0..., 0..., range],
                     values: rows.values[0..., 0..., range], cache: plain, scale: 0.18,
                     mask: length == 1 ? .none : .causal)
-                let found = rows.run(cache, [length])
-                #expect(abs(found - expected).max().item(Float.self) < 1e-5)
+                let actual = rows.run(cache, [length])
+                #expect(abs(actual - expected).max().item(Float.self) < 1e-5)
             }
         }
     }
@@ -163,9 +163,9 @@ import Testing
             #expect(layer.budgets == [full / 2, full / 2])
             #expect(layer.nbytes < before * 6 / 10)
             #expect(layer.maxSize == full)
-            let held = try layer.keptPositions()[0].map { Float($0.count) }
+            let counts = try layer.keptPositions()[0].map { Float($0.count) }
             let folded = try layer.evictedRemainder!.count.asArray(Float.self)
-            #expect(zip(held, folded).allSatisfy { $0 + $1 == 67 })
+            #expect(zip(counts, folded).allSatisfy { $0 + $1 == 67 })
         }
     }
 

@@ -36,7 +36,7 @@ import Testing
             try container(stock: stock, count: count),
             h2o: try H2OConfiguration(budget: .tokens(64)),
             instructions: "be brief", parameters: parameters(24))
-        var said: [Chat.Message] = [.system("be brief")], told: [Int] = [], whole: [Int] = []
+        var said: [Chat.Message] = [.system("be brief")], tokensRead: [Int] = [], whole: [Int] = []
         for (turn, prompt) in prompts.enumerated() {
             count.prompt = 0
             var reply = "", read = 0, tokens = 0
@@ -47,7 +47,7 @@ import Testing
             }
             #expect(tokenizer.encode(text: reply).count != tokens)
             said.append(.user(prompt))
-            told.append(read)
+            tokensRead.append(read)
             whole.append(tokenizer.rendered(said).count)
             said.append(.assistant(reply))
             // A turn's markers and words; of the first one the instructions too.
@@ -58,7 +58,7 @@ import Testing
             #expect(count.prompt == read || read == 1, "\(count.prompt) \(read)")
         }
         // What is read where a session begins anew.
-        #expect(whole.last! > 2 * told.last!)
+        #expect(whole.last! > 2 * tokensRead.last!)
     }
 
     @Test func memoryStaysBoundedAndClears() async throws {

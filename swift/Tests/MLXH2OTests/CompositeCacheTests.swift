@@ -40,9 +40,9 @@ import Testing
             // What the layer keeps beside it is untouched.
             #expect((list[0] as! MambaCache)[0]?.shape == [1, 64])
         }
-        let told = H2OKVCache.describe(caches)
-        #expect(told.map(\.layer) == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"])
-        #expect(told.map(\.isBounded) == [false, true, false, true, false, true])
+        let layers = H2OKVCache.describe(caches)
+        #expect(layers.map(\.layer) == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"])
+        #expect(layers.map(\.isBounded) == [false, true, false, true, false, true])
         #expect(throws: H2OError.file("Cannot save a CacheList.")) {
             try H2OKVCache.saveCaches(caches, to: URL(fileURLWithPath: "/nowhere"))
         }

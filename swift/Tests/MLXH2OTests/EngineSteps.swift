@@ -38,23 +38,23 @@ enum EngineSteps {
     }
 
     static func fold(
-        _ held: H2ORemainder, keys: MLXArray, values: MLXArray, weights: MLXArray?
+        _ statistics: H2ORemainder, keys: MLXArray, values: MLXArray, weights: MLXArray?
     ) throws -> H2ORemainder {
         let weights = weights ?? .mlxNone
         return try remainder {
             mlx_h2o_remainder_fold(
-                &$0, handles(held), keys.ctx, values.ctx, weights.ctx, stream)
+                &$0, handles(statistics), keys.ctx, values.ctx, weights.ctx, stream)
         }
     }
 
     static func column(
-        _ held: H2ORemainder, queries: MLXArray, scale: Float, saturation: [Float]
+        _ statistics: H2ORemainder, queries: MLXArray, scale: Float, saturation: [Float]
     ) throws -> MLXArray {
         let each =
             saturation.count == 1
-            ? Array(repeating: saturation[0], count: held.count.dim(1)) : saturation
+            ? Array(repeating: saturation[0], count: statistics.count.dim(1)) : saturation
         return try engineArray {
-            mlx_h2o_remainder_column(&$0, handles(held), queries.ctx, scale, each, stream)
+            mlx_h2o_remainder_column(&$0, handles(statistics), queries.ctx, scale, each, stream)
         }
     }
 
@@ -68,9 +68,9 @@ enum EngineSteps {
     }
 
     static func plainRows(
-        _ held: H2ORemainder, _ rows: Int
+        _ statistics: H2ORemainder, _ rows: Int
     ) throws -> (keys: MLXArray, values: MLXArray) {
-        try pair { mlx_h2o_remainder_rows(&$0, &$1, handles(held), Int32(rows), stream) }
+        try pair { mlx_h2o_remainder_rows(&$0, &$1, handles(statistics), Int32(rows), stream) }
     }
 
     private static func pair(
@@ -78,9 +78,9 @@ enum EngineSteps {
     ) throws -> (MLXArray, MLXArray) {
         var (a, b) = (mlx_array_new(), mlx_array_new())
         let status = call(&a, &b)
-        let found = (MLXArray(a), MLXArray(b))
+        let results = (MLXArray(a), MLXArray(b))
         try checkEngine(status)
-        return found
+        return results
     }
 
     // MARK: policies
@@ -137,10 +137,10 @@ enum EngineSteps {
         var handles = slots.handles(evictable, scores)
         return try withExtendedLifetime((slots, scores)) {
             try engineArray {
-                guard case .some(let found) = windowMass else {
+                guard case .some(let array) = windowMass else {
                     return mlx_h2o_priority(&$0, policy.handle, &handles, stream)
                 }
-                let mass = found ?? .mlxNone
+                let mass = array ?? .mlxNone
                 return mlx_h2o_prompt_priority(&$0, policy.handle, &handles, mass.ctx, stream)
             }
         }
@@ -187,9 +187,9 @@ enum EngineSteps {
     static func values(_ cache: Engine) throws -> MLXArray {
         var (keys, values, positions) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
         let status = mlx_h2o_cache_rows(&keys, &values, &positions, cache.handle, stream)
-        let found = [keys, values, positions].map { MLXArray($0) }
+        let results = [keys, values, positions].map { MLXArray($0) }
         try checkEngine(status)
-        return found[1]
+        return results[1]
     }
 }
 
@@ -220,12 +220,12 @@ struct PackedRows {
         let status = mlx_h2o_quantize_append(
             &words, &scales, &biases, w.ctx, s.ctx, b.ctx, index.ctx, flat.ctx, Int32(bits),
             Int32(groupSize), StreamOrDevice.default.ctx)
-        let found = [words, scales, biases].map { MLXArray($0) }
+        let results = [words, scales, biases].map { MLXArray($0) }
         try checkEngine(status)
         let leading = Array(rows.shape.dropLast())
-        self.words = found[0].reshaped(leading + [width * bits / 32])
-        self.scales = found[1].reshaped(leading + [width / groupSize])
-        self.biases = found[2].reshaped(leading + [width / groupSize])
+        self.words = results[0].reshaped(leading + [width * bits / 32])
+        self.scales = results[1].reshaped(leading + [width / groupSize])
+        self.biases = results[2].reshaped(leading + [width / groupSize])
         (self.bits, self.groupSize) = (bits, groupSize)
     }
 

@@ -73,16 +73,16 @@ import Testing
     @Test func aStateThatIsNoneIsThrownByWithError() throws {
         let cache = try H2OKVCache([20, 20])
         rows.run(cache, [30])
-        let told = cache.metaState, state = cache.state
+        let settings = cache.metaState, state = cache.state
         #expect(throws: MLXError.self) {
             try withError {
                 cache.state = Array(state.dropLast())
-                cache.metaState = told
+                cache.metaState = settings
             }
         }
         #expect(cache.failure != nil && cache.offset == 30)
         cache.state = state
-        cache.metaState = told
+        cache.metaState = settings
         #expect(cache.failure == nil && cache.offset == 30)
     }
 

@@ -254,9 +254,10 @@ private struct SavedFile {
         var header = arrays, data = Data()
         for name in arrays.keys.sorted() {
             let end = data.count + bytes[name]!.count
-            var told = arrays[name]!.object ?? [:]
-            told["data_offsets"] = told["data_offsets"] ?? .array([.int(data.count), .int(end)])
-            header[name] = .object(told)
+            var description = arrays[name]!.object ?? [:]
+            description["data_offsets"] =
+                description["data_offsets"] ?? .array([.int(data.count), .int(end)])
+            header[name] = .object(description)
             data.append(bytes[name]!)
         }
         header["__metadata__"] = .object(metadata.mapValues { .string($0) })

@@ -44,10 +44,10 @@ import Testing
 
     /// Every head within its slots, and what it lost in its remainder.
     private func expectWhole(_ cache: H2OKVCache, _ comment: Comment) {
-        let held = try! cache.keptPositions()[0].map(\.count)
-        #expect(zip(held, cache.budgets!).allSatisfy { $0 <= $1 }, comment)
+        let counts = try! cache.keptPositions()[0].map(\.count)
+        #expect(zip(counts, cache.budgets!).allSatisfy { $0 <= $1 }, comment)
         let folded = try! cache.evictedRemainder!.count.asArray(Float.self)
-        #expect(zip(held, folded).allSatisfy { Float($0) + $1 == Float(cache.offset) }, comment)
+        #expect(zip(counts, folded).allSatisfy { Float($0) + $1 == Float(cache.offset) }, comment)
     }
 
     /// Sinks count once: two of the ten pinned tokens are among them.
@@ -119,13 +119,13 @@ import Testing
                 contentsOf: checkout.appendingPathComponent(one["profile"]!.string!))
             let stages = try profile.stages(
                 mean: one["mean"]!.int!, least: one["least"]!.int!)
-            let found = H2OSettingValue.array(
+            let actual = H2OSettingValue.array(
                 stages.map { beyond, budgets in
                     .array([
                         .int(beyond), .array(budgets.map { .array($0.map { .int($0) }) }),
                     ])
                 })
-            #expect(found == one["stages"]!, "\(one["mean"]!.int!)")
+            #expect(actual == one["stages"]!, "\(one["mean"]!.int!)")
         }
     }
 
@@ -180,10 +180,10 @@ import Testing
             let filling = cache.settings.filling
             try H2OKVCache.saveCaches([cache], to: file)
             let loaded = try H2OKVCache.loadedCaches(from: file).caches[0] as! H2OKVCache
-            let told = try self.cache(packing: packing)
-            told.state = cache.state
-            told.metaState = cache.metaState
-            let twins = [loaded, told, cache.copy() as! H2OKVCache]
+            let restored = try self.cache(packing: packing)
+            restored.state = cache.state
+            restored.metaState = cache.metaState
+            let twins = [loaded, restored, cache.copy() as! H2OKVCache]
             let lengths = ones(3) + [30] + ones(3) + [180 - after] + ones(3)
             let expected = rows.run(cache, lengths)
             for twin in twins {

@@ -50,8 +50,8 @@ import Testing
         let exact = rows.run(try cache(.dense, nil), chunks)
         for (name, packing) in Self.packings.prefix(2) {
             func error(_ frame: H2OFrame?) throws -> Float {
-                let found = try rows.run(cache(packing, frame), chunks)
-                return square(found - exact).mean().item(Float.self)
+                let actual = try rows.run(cache(packing, frame), chunks)
+                return square(actual - exact).mean().item(Float.self)
             }
             let (framed, plain) = (try error(frame), try error(nil))
             #expect(framed < plain / 4, "\(name) \(framed) \(plain)")
@@ -152,8 +152,8 @@ import Testing
         let halves = try H2OFrame(centre: zero, scale: zero.map { $0.map { _ in 2 } })
         let packing = Self.packings[1].packing
         let expected = try rows.run(cache(packing, nil), [30] + ones(5), sinks: sinks)
-        let found = try rows.run(cache(packing, halves), [30] + ones(5), sinks: sinks)
-        #expect(abs(found - expected).max().item(Float.self) < 1e-5)
+        let actual = try rows.run(cache(packing, halves), [30] + ones(5), sinks: sinks)
+        #expect(abs(actual - expected).max().item(Float.self) < 1e-5)
     }
 
     #if os(macOS) || os(Linux)  // where exit tests exist

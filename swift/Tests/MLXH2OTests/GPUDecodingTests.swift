@@ -225,8 +225,8 @@ import Testing
         let golden = try Golden.shipped.get()
         let one = try #require(
             golden.cases.first { $0.group == "trajectory" && $0.name == "distinct-ragged-k8v4" })
-        let found = try GoldenReplay.run(one, golden.of(one, "in"))
-        let differences = golden.differences(found, one)
+        let actual = try GoldenReplay.run(one, golden.of(one, "in"))
+        let differences = golden.differences(actual, one)
         #expect(differences.isEmpty, "\(differences.joined(separator: "; "))")
     }
 
@@ -234,16 +234,16 @@ import Testing
     @Test func attentionWithScores() throws {
         let rows = RowStream(tokens: 1300, width: 64)
         func attended() throws -> [MLXArray] {
-            let found = try scaledDotProductAttentionWithScores(
+            let actual = try scaledDotProductAttentionWithScores(
                 queries: rows.queries[0..., 0..., 0 ..< 1], keys: rows.keys, values: rows.values,
                 scale: 0.18)
-            return [found.output, found.scores, found.logSumExp]
+            return [actual.output, actual.scores, actual.logSumExp]
         }
         let kernels = try attended()
         mlx_h2o_use_kernels(false)
         defer { mlx_h2o_use_kernels(true) }
-        for (found, expected) in zip(kernels, try attended()) {
-            #expect(abs(found - expected).max().item(Float.self) < 1e-4)
+        for (actual, expected) in zip(kernels, try attended()) {
+            #expect(abs(actual - expected).max().item(Float.self) < 1e-4)
         }
     }
 
@@ -293,9 +293,9 @@ import Testing
             #expect(kernels.words == plain.words, "\(label)")
         #endif
         #expect(kernels.numbers.count == plain.numbers.count)
-        for (i, (found, expected)) in zip(kernels.numbers, plain.numbers).enumerated() {
-            #expect(found.shape == expected.shape)
-            let apart = abs(found.float32 - expected.float32)
+        for (i, (actual, expected)) in zip(kernels.numbers, plain.numbers).enumerated() {
+            #expect(actual.shape == expected.shape)
+            let apart = abs(actual.float32 - expected.float32)
             let relative = (apart / maximum(abs(expected.float32), Float(1))).max()
             #expect(relative.item(Float.self) < tolerance, "\(label), number \(i)")
         }

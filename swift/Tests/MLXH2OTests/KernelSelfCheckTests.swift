@@ -22,7 +22,7 @@ struct KernelSelfCheckTests {
         #expect(apart < 1e-5)
         #expect(H2OKernels.refused.contains { $0.variant.hasPrefix("a fused step") })
         #expect(H2OKernels.refused.allSatisfy { $0.why.contains("differs by") })
-        let told = H2ONotice.all.filter { $0.message.contains("is not used on this device") }
-        #expect(told.count == 1)
+        let notices = H2ONotice.all.filter { $0.message.contains("is not used on this device") }
+        #expect(notices.count == 1)
     }
 }

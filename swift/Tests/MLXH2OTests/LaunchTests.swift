@@ -36,10 +36,10 @@ private let record = ProcessInfo.processInfo.environment["HOST_GPU_RECORD"]
         _ = Self.taken()
         for one in cases {
             let expected = one["launches"]!.array!.map { $0.string! }, call = one["call"]!
-            let found = try Self.turns(call)
-            #expect(found.count == expected.count, "\(call.text)")
-            for (i, (found, expected)) in zip(found, expected).enumerated() {
-                #expect(found.matches(expected), "\(i) of \(call.text): \(found) \(expected)")
+            let actual = try Self.turns(call)
+            #expect(actual.count == expected.count, "\(call.text)")
+            for (i, (actual, expected)) in zip(actual, expected).enumerated() {
+                #expect(actual.matches(expected), "\(i) of \(call.text): \(actual) \(expected)")
             }
         }
     }

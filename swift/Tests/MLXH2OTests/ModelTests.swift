@@ -102,7 +102,7 @@ import Testing
             let caches = try H2OConfiguration(budget: .tokens(48), policy: policy)
                 .caches(for: model).map { $0 as! H2OKVCache }
             var said = 0, turn = 0
-            let found = try answers(caches) {
+            let actual = try answers(caches) {
                 said += 20 + turn + 8
                 turn += 1
                 for cache in caches {
@@ -112,7 +112,7 @@ import Testing
                     #expect(zip(kept, folded).allSatisfy { $0 + $1 == Float(said) })
                 }
             }
-            #expect(found.allSatisfy { $0.count == 8 } && found[0] == expected[0])
+            #expect(actual.allSatisfy { $0.count == 8 } && actual[0] == expected[0])
         }
     }
 

@@ -42,18 +42,18 @@ import Testing
         #expect(four.fitting(rows(80, 80)) == nil && !four.fits(rows(80, 80)))
         let values = try H2OPacking(valueBits: 4)
         #expect(values.fitting(rows(80, 64)) == nil && values.fits(rows(80, 64)))
-        let asked = try H2OPacking(keyBits: 4, valueBits: 4, groupSize: 128)
-        #expect(asked.fitting(rows(96, 96)) == nil && !asked.fits(rows(96, 96)))
+        let wide = try H2OPacking(keyBits: 4, valueBits: 4, groupSize: 128)
+        #expect(wide.fitting(rows(96, 96)) == nil && !wide.fits(rows(96, 96)))
     }
 
     @Test func bothEdgesAreExact() throws {
         let rows = rows(.float32)
         for bits in Self.bits {
             let packed = try PackedRows(packing: rows, bits: bits, groupSize: 32)
-            let found = packed.dequantizedRows.reshaped([3, 20, 2, 32])
+            let actual = packed.dequantizedRows.reshaped([3, 20, 2, 32])
             let given = rows.reshaped([3, 20, 2, 32])
-            #expect(same(found.min(axis: -1), given.min(axis: -1)))
-            let apart = abs(found.max(axis: -1) - given.max(axis: -1)).max().item(Float.self)
+            #expect(same(actual.min(axis: -1), given.min(axis: -1)))
+            let apart = abs(actual.max(axis: -1) - given.max(axis: -1)).max().item(Float.self)
             #expect(apart < 2e-5, "\(bits) \(apart)")
         }
     }

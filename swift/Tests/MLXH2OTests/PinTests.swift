@@ -37,8 +37,8 @@ import Testing
         defer { try? FileManager.default.removeItem(at: url) }
         let cache = try cache(H2OPolicies.Salient(), 2)
         stream.run(cache, [40] + ones(10))
-        let held = try cache.keptPositions()[0].map { Set($0) }
-        let gone = (4 ..< 40).filter { p in held.allSatisfy { !$0.contains(p) } }.prefix(2)
+        let heads = try cache.keptPositions()[0].map { Set($0) }
+        let gone = (4 ..< 40).filter { p in heads.allSatisfy { !$0.contains(p) } }.prefix(2)
         let answer = try cache.pin(gone.map { $0 ..< $0 + 1 } + [46 ..< 50, 60 ..< 62])
         #expect(answer.gone.flatMap { Array($0) } == Array(gone) && !answer.isComplete)
         let pins = [46 ..< 50, 60 ..< 62]

@@ -90,9 +90,9 @@ import Testing
             let expected = rows.run(ours, [30, 10] + ones(30))
             let own = try H2OKVCache(
                 [20, 28], policy: policy.with { $0.prompt = prompt })
-            let found = rows.run(own, [30, 10] + ones(30))
+            let actual = rows.run(own, [30, 10] + ones(30))
             #expect(
-                allClose(found, expected, atol: 1e-5).item(Bool.self), "\(policy.name) \(prompt)")
+                allClose(actual, expected, atol: 1e-5).item(Bool.self), "\(policy.name) \(prompt)")
             #expect(try own.keptPositions() == ours.keptPositions(), "\(policy.name) \(prompt)")
         }
     }

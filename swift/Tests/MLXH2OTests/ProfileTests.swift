@@ -15,8 +15,8 @@ import Testing
         let profile = try profile()
         for (mean, budgets, saturations) in Self.expected {
             #expect(try profile.budgets(mean: mean) == budgets, "\(mean)")
-            let found = profile.saturations(of: budgets, policy: H2OPolicies.Salient())
-            #expect(found == saturations, "\(mean)")
+            let actual = profile.saturations(of: budgets, policy: H2OPolicies.Salient())
+            #expect(actual == saturations, "\(mean)")
             #expect(profile.saturations(of: budgets, policy: H2OPolicies.Distinct()) == nil)
         }
         #expect(throws: H2OError.self) { try profile.budgets(mean: 11) }
@@ -52,8 +52,8 @@ import Testing
 
     @Test func framesAreForTheNextContextUp() throws {
         let profile = try profile()
-        func expect(_ found: [Float], _ expected: [Float]) {
-            #expect(zip(found.prefix(3), expected).allSatisfy { abs($0 - $1) < 1e-3 })
+        func expect(_ actual: [Float], _ expected: [Float]) {
+            #expect(zip(actual.prefix(3), expected).allSatisfy { abs($0 - $1) < 1e-3 })
         }
         expect(profile.frames(context: 512)![1].centre[0], [-1.54, 0.62, -0.35])
         expect(profile.frames(context: 513)![1].scale[1], [0.83, 0.84, 0.61])

@@ -34,13 +34,14 @@ import Testing
             (H2OReading.twice, 40, 54), (.auto, 40, 54), (.once, 40, 0), (.twice, 80, 0),
         ] {
             let caches = try caches(model, size), bound = slots(caches)
-            var told: [Int] = []
+            var counts: [Int] = []
             let done = try how.read(
                 prompt, by: model, into: caches, request: request, chunk: 20,
-                progress: { told += [$0, $1] })
+                progress: { counts += [$0, $1] })
             #expect(done == (count, count == 0 ? 1 : 2))
             #expect(caches.allSatisfy { $0.offset == count && $0.physicalLength <= 64 })
-            #expect(told.isEmpty ? count == 0 : Array(told.suffix(2)) == [2 * count, 2 * count])
+            #expect(
+                counts.isEmpty ? count == 0 : Array(counts.suffix(2)) == [2 * count, 2 * count])
             #expect(slots(caches) <= bound)
             try goesOn(model, caches)
         }
@@ -137,11 +138,11 @@ import Testing
     @Test func autoStopsBeforeASecondReadingThatTakesTooLong() throws {
         let model = try ModelTests.own(), caches = try caches(model)
         let before = caches.map { $0.budgets! }
-        var told = 0
+        var counts = 0
         let done = try H2OReading.auto.read(
             prompt, into: caches, request: request, chunk: 20, seconds: 0,
-            progress: { told = $0 + $1 }, forward: { _ = model($0, cache: $1) })
-        #expect(done == (54, 1) && told == 4 * 54)
+            progress: { counts = $0 + $1 }, forward: { _ = model($0, cache: $1) })
+        #expect(done == (54, 1) && counts == 4 * 54)
         #expect(caches.map { $0.budgets! } == before)
         #expect(caches.allSatisfy { $0.offset == 54 })
         try goesOn(model, caches)
@@ -217,24 +218,25 @@ import Testing
     private let document = String(repeating: "the sea was calm and otto had a ship. ", count: 8)
 
     @Test func aDocumentInAChatIsReadTwice() async throws {
-        let count = Done(), session = try session(.twice) { count.told.append($0 * 1000 + $1) }
+        let reports = Reports()
+        let session = try session(.twice) { reports.counts.append($0 * 1000 + $1) }
         _ = try await session.respond(to: document)
         let read = Letters().rendered([.user(document)]).count
-        #expect(count.told.last == 2 * (read - 16) * 1001)
+        #expect(reports.counts.last == 2 * (read - 16) * 1001)
         #expect(session.caches!.allSatisfy { $0.offset >= read })
-        let told = count.told.count
+        let counts = reports.counts.count
         _ = try await session.respond(to: "who")  // which is short
-        #expect(count.told.count == told)
+        #expect(reports.counts.count == counts)
         #expect(slots(session.caches!.map { $0 as! H2OKVCache }) <= 3 * 2 * 64)
         #expect(await session.transcript.contains("otto had a ship"))
     }
 
     /// A document whose reading is stopped: what was read stays, and the rest is read with the next turn.
     @Test func aChatGoesOnAfterADocumentThatWasStopped() async throws {
-        let stopped = Done()
+        let reports = Reports()
         let session = try session(.twice) { done, _ in
-            if done == 64, stopped.told.isEmpty {
-                stopped.told.append(done)
+            if done == 64, reports.counts.isEmpty {
+                reports.counts.append(done)
                 withUnsafeCurrentTask { $0?.cancel() }
             }
         }
@@ -258,7 +260,7 @@ private struct UncheckedSendable<Value>: @unchecked Sendable {
     init(_ value: Value) { self.value = value }
 }
 
-/// What a reading told.
-private final class Done: @unchecked Sendable {
-    var told: [Int] = []
+/// The numbers of tokens that a reading reported.
+private final class Reports: @unchecked Sendable {
+    var counts: [Int] = []
 }

@@ -61,8 +61,8 @@ import Testing
             let bounded = caches.compactMap { $0 as? H2OKVCache }
             #expect(bounded.count == caches.count && bounded.allSatisfy { $0.evicted > 0 })
             #expect(bounded.allSatisfy { $0.rope == model.plainRope && !$0.packing.packs })
-            let told = H2OKVCache.describe(caches)[0].description
-            #expect(told.contains("at positions without gaps"))
+            let description = H2OKVCache.describe(caches)[0].description
+            #expect(description.contains("at positions without gaps"))
         }
         let wide = try H2OConfiguration(budget: .tokens(400), remainder: false).caches(for: model)
         let same = try Self.rolling(budget: .tokens(400)).caches(for: model)

@@ -49,8 +49,8 @@ struct SafetensorsFile {
         metadata = (header["__metadata__"]?.object ?? [:]).compactMapValues(\.string)
         let start = 8 + Int(size)
         var entries: [String: Entry] = [:], total = 0
-        for (name, told) in header where name != "__metadata__" {
-            let (dtype, shape, range) = try Self.checked(name, told, length: length - start)
+        for (name, entry) in header where name != "__metadata__" {
+            let (dtype, shape, range) = try Self.checked(name, entry, length: length - start)
             // Arrays that share bytes would be more in memory than in the file.
             total += range.count
             guard total <= length - start else {
@@ -66,13 +66,13 @@ struct SafetensorsFile {
 
     /// What a header's entry tells, where its shape and its bytes agree and lie in the file.
     private static func checked(
-        _ name: String, _ told: H2OSettingValue, length: Int
+        _ name: String, _ entry: H2OSettingValue, length: Int
     ) throws -> (DType, [Int], Range<Int>) {
-        guard let dtype = told["dtype"]?.string.flatMap({ dtypes[$0] }) else {
+        guard let dtype = entry["dtype"]?.string.flatMap({ dtypes[$0] }) else {
             throw H2OError.file("its array \"\(name)\" has no dtype that is known here")
         }
-        guard let sides = told["shape"]?.array, sides.count <= mostAxes,
-            let offsets = told["data_offsets"]?.array?.map(\.int), offsets.count == 2,
+        guard let sides = entry["shape"]?.array, sides.count <= mostAxes,
+            let offsets = entry["data_offsets"]?.array?.map(\.int), offsets.count == 2,
             let first = offsets[0], let last = offsets[1], first >= 0, first <= last
         else { throw H2OError.file("its array \"\(name)\" has no shape or no place") }
         guard last <= length else { throw H2OError.file("it is truncated") }

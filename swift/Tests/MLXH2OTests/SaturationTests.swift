@@ -19,7 +19,7 @@ import Testing
 
     @Test func eachHeadHasItsOwn() throws {
         let queries = numbers.tensor(.q, [1, 4, 3, 32]), remainder = remainder(heads: 2)
-        let found = try EngineSteps.column(
+        let actual = try EngineSteps.column(
             remainder, queries: queries, scale: 0.2, saturation: [0, 2.5])
         for (head, t) in [Float(0), 2.5].enumerated() {
             let varKey = remainder.varKey[0..., head ..< head + 1]
@@ -29,7 +29,7 @@ import Testing
             let mean = (q * meanKey.expandedDimensions(axis: 2)).sum(axis: -1)
             let term = t == 0 ? MLXArray.zeros(x.shape) : x / sqrt(1 + x / t)
             let expected = log(Float(40)) + mean + term
-            let apart = abs(found[0..., head * 2 ..< head * 2 + 2] - expected)
+            let apart = abs(actual[0..., head * 2 ..< head * 2 + 2] - expected)
             #expect(apart.max().item(Float.self) < 1e-4)
         }
         // Where x is 0 too, 0 stays a number.

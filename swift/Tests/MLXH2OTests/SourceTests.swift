@@ -37,8 +37,9 @@ import Testing
             ["    func f(", "        x: Int", "    ) {"] + Array(repeating: "", count: 58) + [
                 "    }"
             ]
-        let found = Self.declarations((["struct S {"] + long + ["}"]).map { Substring($0) })
-        #expect(found.map(\.kind) == ["struct", "func"] && found.map(\.count) == [64, 62])
+        let declarations = Self.declarations((["struct S {"] + long + ["}"]).map { Substring($0) })
+        #expect(
+            declarations.map(\.kind) == ["struct", "func"] && declarations.map(\.count) == [64, 62])
     }
 
     @Test func commentsSayWhatAndNotWho() throws {

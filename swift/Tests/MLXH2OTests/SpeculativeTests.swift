@@ -81,11 +81,11 @@ import Testing
                 let label = "\(policy.name) \(name)"
                 let expected = plain(model, try configuration.caches(for: model), 16)
                 let caches = try configuration.caches(for: model)
-                let found = speculative(model, caches, 16, first: prompt.count - 1) {
+                let run = speculative(model, caches, 16, first: prompt.count - 1) {
                     $0 % 3 != 1
                 }
-                #expect(found.tokens == expected, "\(label)")
-                #expect(found.rejected > 5 && Set(expected).count > 1, "\(label) \(expected)")
+                #expect(run.tokens == expected, "\(label)")
+                #expect(run.rejected > 5 && Set(expected).count > 1, "\(label) \(expected)")
                 #expect(caches.allSatisfy { ($0 as! H2OKVCache).evicted > 0 })
             }
         }
@@ -97,8 +97,8 @@ import Testing
         let configuration = try H2OConfiguration(
             budget: .tokens(20), policy: H2OPolicies.H2O(), undo: Self.undo)
         let caches = try configuration.caches(for: model).map { $0 as! H2OKVCache }
-        let found = speculative(model, caches, 6, first: 10) { _ in false }
-        #expect(found.rejected == 6 * Self.drafted)
+        let run = speculative(model, caches, 6, first: 10) { _ in false }
+        #expect(run.rejected == 6 * Self.drafted)
         #expect(caches.allSatisfy { $0.offset == prompt.count + 5 && $0.failure == nil })
         #expect(try caches.flatMap { try $0.keptPositions()[0] }.allSatisfy { $0.last! == 34 })
     }

@@ -128,18 +128,18 @@ struct Golden {
     /// The arrays of a case that are "in" or "out", by name.
     func of(_ golden: GoldenCase, _ kind: String) -> Arrays {
         let prefix = "\(golden.name)/\(kind)."
-        return arrays[golden.group]!.reduce(into: Arrays()) { found, entry in
+        return arrays[golden.group]!.reduce(into: Arrays()) { all, entry in
             if entry.key.hasPrefix(prefix) {
-                found[String(entry.key.dropFirst(prefix.count))] = entry.value
+                all[String(entry.key.dropFirst(prefix.count))] = entry.value
             }
         }
     }
 
     /// What of a case's results is not the golden one.
-    func differences(_ found: Arrays, _ golden: GoldenCase) -> [String] {
+    func differences(_ actual: Arrays, _ golden: GoldenCase) -> [String] {
         let expected = of(golden, "out")
-        return Set(found.keys).union(expected.keys).sorted().compactMap { name in
-            guard let a = found[name], let b = expected[name] else {
+        return Set(actual.keys).union(expected.keys).sorted().compactMap { name in
+            guard let a = actual[name], let b = expected[name] else {
                 return "\(golden.name): \(name) is on one side only"
             }
             guard a.shape == b.shape && a.dtype == b.dtype else {
@@ -151,18 +151,19 @@ struct Golden {
     }
 
     /// The largest error in units of what is tolerated; infinite where exactness is asked for.
-    private func distance(_ found: MLXArray, _ golden: MLXArray, size: Double) -> Double {
+    private func distance(_ actual: MLXArray, _ golden: MLXArray, size: Double) -> Double {
         guard golden.dtype.isFloatingPoint else {
             let same =
                 golden.dtype == .bool
-                ? found.asArray(Bool.self) == golden.asArray(Bool.self)
-                : found.asArray(Int32.self) == golden.asArray(Int32.self)
+                ? actual.asArray(Bool.self) == golden.asArray(Bool.self)
+                : actual.asArray(Int32.self) == golden.asArray(Int32.self)
             return same ? 0 : .infinity
         }
         let tolerance = tolerances["\(golden.dtype)"]!
         let (absolute, relative) = (tolerance["absolute"]!.double!, tolerance["relative"]!.double!)
         let pairs = zip(
-            found.asType(.float32).asArray(Float.self), golden.asType(.float32).asArray(Float.self))
+            actual.asType(.float32).asArray(Float.self), golden.asType(.float32).asArray(Float.self)
+        )
         return pairs.reduce(0) { worst, pair in
             let (a, b) = (Double(pair.0), Double(pair.1))
             if a == b || a.isNaN && b.isNaN { return worst }

@@ -18,8 +18,8 @@ import Testing
         let cases = golden.cases.filter { $0.group == group }
         #expect(!cases.isEmpty)
         for (number, one) in cases.enumerated() where number % step == 0 {
-            let found = try GoldenReplay.run(one, golden.of(one, "in"))
-            let differences = golden.differences(found, one)
+            let actual = try GoldenReplay.run(one, golden.of(one, "in"))
+            let differences = golden.differences(actual, one)
             #expect(differences.isEmpty, "\(group)/\(differences.joined(separator: "; "))")
         }
     }
@@ -28,8 +28,8 @@ import Testing
     @Test func rowsArePackedAsTheGoldenOnes() throws {
         let golden = try Golden.shipped.get()
         for one in golden.cases where one.group == "quantized" {
-            let inputs = golden.of(one, "in"), found = try GoldenReplay.packed(one)
-            for (name, array) in found {
+            let inputs = golden.of(one, "in"), actual = try GoldenReplay.packed(one)
+            for (name, array) in actual {
                 let expected = try #require(inputs[name])
                 #expect(array.dtype == expected.dtype && array.shape == expected.shape)
                 let same = (array .== expected).all().item(Bool.self)
@@ -48,10 +48,10 @@ import Testing
         let golden = try Golden.shipped.get()
         for name in ["h2o-ragged-dense", "distinct-uniform-8bit"] {
             let one = try #require(golden.cases.first { $0.name == name })
-            let found = golden.of(one, "out")
-            #expect(golden.differences(found, one).isEmpty)
-            for (array, values) in found {
-                var changed = found
+            let actual = golden.of(one, "out")
+            #expect(golden.differences(actual, one).isEmpty)
+            for (array, values) in actual {
+                var changed = actual
                 changed[array] =
                     values.dtype.isFloatingPoint
                     ? values + Float(1e-3) * maximum(Float(1), abs(values)) : values + Int32(1)
