@@ -29,7 +29,7 @@ public struct H2OProfile: Sendable, Equatable {
     // Python's profile.py).
     private static let returningPart = 0.25
     /// So much of the loss over echoes is that of heads to which evicted rows come back.
-    private static let retrievalPart = 0.94
+    private static let retrievalPart = 0.85
     // Beyond this part of the calibrated length the curves see too little of what would be evicted,
     // and their shares at this size are kept.
     private static let largestPart = 2
