@@ -764,16 +764,12 @@ def test_the_first_example_bounds_a_layer(engine):
 
 @over_both
 def test_a_conversation_is_saved(engine, tmp_path):
-    """The example of c.md; Python reads its file."""
+    """By the example to which c.md points; Python reads its file."""
     path = tmp_path / "conversation.safetensors"
     assert succeed(engine / "examples" / "save", path) == "A letter: the same\n"
     caches, texts = load_prompt_cache(path, return_metadata=True)
     assert texts == {"title": "A letter"}
     assert [cache.offset for cache in caches] == [300, 300]
-    program = (ROOT / "c_api" / "examples" / "save.c").read_text()
-    page = (ROOT / "docs" / "reference" / "c.md").read_text()
-    [shown] = [part for part in page.split("```") if "mlx_h2o_save_prompt_cache(file" in part]
-    assert all(line in program for line in shown.strip().splitlines()[1:])
 
 
 @over_both
