@@ -139,7 +139,7 @@ def retrieval_losses(
         return losses.astype(np.float32)
     tell = progress or (lambda done: None)
     for i, page in enumerate(pages):
-        changes = Changes(model, mx.array(page[None]))
+        changes = Changes(model, mx.array(page[None]), weigh=not with_gradients)
         tell((i + 0.5) / len(pages))
         if with_gradients:
             losses = losses + np.maximum(changes.attributed(model, MIDDLE), 0)
@@ -157,28 +157,32 @@ class Changes:
     Args:
         model: The model.
         page: `[1, T]`, with at least one echo.
+        weigh: Whether to compute `errors`.
 
     Attributes:
         page: As given.
         outputs: The change e of each layer's output, `[1, Hq, T, Dv]`, evaluated.
-        errors: Each head's mean error over echoes relative to the residual stream, `[heads]`.
         kv_heads: KV heads of each layer.
+        errors: Each head's mean error over echoes relative to the residual stream, `[heads]`.
     """
 
-    def __init__(self, model: nn.Module, page: mx.array):
+    def __init__(self, model: nn.Module, page: mx.array, weigh: bool = False):
         self.page = page
-        self.outputs: list[mx.array] = []
-        echoes, watcher, errors = echoes_in(page.shape[1]), Watcher(), list[np.ndarray]()
+        watcher, made = Watcher(), list[Hiding]()
+        echoes = echoes_in(page.shape[1])
 
         def hiding(index: int) -> LookingCache:
-            return Hiding(echoes, watcher, self.outputs, errors)
+            made.append(Hiding(echoes, watcher, weigh))
+            return made[-1]
 
         logits = looked_through(model, page, watcher, hiding)
-        positions = [np.arange(e.again + LEAD, e.again + ECHO) for e in echoes]
-        self._counted = mx.array(np.concatenate(positions), mx.int32)
+        positions = np.arange(page.shape[1])
+        self._counted = mx.array(np.concatenate([positions[echo.counted] for echo in echoes]))
         self._logp = self._log_probabilities(logits)
         mx.eval(self._logp)
-        self.errors, self.kv_heads = np.concatenate(errors), [len(heads) for heads in errors]
+        self.outputs = [layer.change for layer in made]
+        self.kv_heads = [len(layer.errors) for layer in made]
+        self.errors = np.concatenate([layer.errors for layer in made])
 
     def attributed(self, model: nn.Module, part: float) -> np.ndarray:
         """Each head's part of the divergence, `[heads]`, a sum over the positions that count.
@@ -190,26 +194,22 @@ class Changes:
         Raises:
             RuntimeError, ValueError: An operation of the model has no gradient.
         """
-
         at = [part * change for change in self.outputs]
         every = tuple(range(len(at)))
-        gradients = mx.grad(partial(self._divergence, model), argnums=every)(*at)
+        gradients = mx.grad(partial(self.divergence, model), argnums=every)(*at)
         nats = []
         for gradient, change, heads in zip(gradients, self.outputs, self.kv_heads, strict=True):
             nats.append((gradient * change).reshape(heads, -1).sum(axis=-1))
         mx.eval(nats)
         return np.concatenate([np.array(of_layer, np.float64) for of_layer in nats])
 
-    def divergence(self, model: nn.Module, part: float) -> mx.array:
-        """KL from the full cache's predictions to those with a part of the changes, in nats.
+    def divergence(self, model: nn.Module, *added: mx.array) -> mx.array:
+        """KL from the full cache's predictions to those with changed outputs, in nats.
 
         Args:
             model: The model.
-            part: The part a.
+            added: What is added to each layer's output, `[1, Hq, T, Dv]`.
         """
-        return self._divergence(model, *(part * change for change in self.outputs))
-
-    def _divergence(self, model: nn.Module, *added: mx.array) -> mx.array:
         logits = looked_through(model, self.page, Watcher(), lambda i: Movable(added[i]))
         apart = self._logp - self._log_probabilities(logits)
         return (mx.exp(self._logp) * apart).sum()
@@ -226,41 +226,41 @@ class Hiding(LookingCache):
     Args:
         echoes: The page's echoes.
         watcher: Sees the blocks.
-        changes: Gets the change of the layer's output, `[1, Hq, T, Dv]`.
-        errors: Gets each head's mean error over echoes, relative to the residual stream `[H]`.
+        weigh: Whether to compute `errors`, which takes the layer's output projection.
+
+    Attributes:
+        change: The change of the layer's output, `[1, Hq, T, Dv]`, evaluated.
+        errors: Each head's mean error over echoes, relative to the residual stream `[H]`; 0 if they
+            are not weighed.
     """
 
     knows_softcap = True
+    change: mx.array
+    errors: np.ndarray
 
-    def __init__(
-        self,
-        echoes: Sequence[Echo],
-        watcher: Watcher,
-        changes: list[mx.array],
-        errors: list[np.ndarray],
-    ):
-        self.echoes, self.watcher = echoes, watcher
-        self.changes, self.errors = changes, errors
+    def __init__(self, echoes: Sequence[Echo], watcher: Watcher, weigh: bool = False):
+        self.echoes, self.watcher, self.weigh = echoes, watcher, weigh
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         out = full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
-        weights = HeadWeights.of(self.watcher, out, keys.shape[1])
-        change, errors = mx.zeros(out.shape), np.zeros(keys.shape[1])
+        change = mx.zeros(out.shape)
         for echo in self.echoes:
-            start, end = echo.again + LEAD, echo.again + ECHO
+            counted, end = echo.counted, echo.again + ECHO
             at = mx.arange(end)
             first = (at >= echo.first) & (at < echo.first + ECHO)
             without = block_attention(
-                *(call.q[:, :, start:end], keys[:, :, :end], values[:, :, :end]),
-                mask=(at <= mx.arange(start, end)[:, None]) & ~first,
+                *(call.q[:, :, counted], keys[:, :, :end], values[:, :, :end]),
+                mask=(at <= at[counted, None]) & ~first,
                 scale=call.scale,
                 sinks=call.sinks,
                 softcap=call.softcap,
             )
-            change[:, :, start:end] = without - out[:, :, start:end]
-            of_echo = weights.errors(change[:, None, :, start:end], start)
-            errors += np.array(of_echo.mean(axis=(1, 2))) / len(self.echoes)
+            change[:, :, counted] = without - out[:, :, counted]
         mx.eval(change)
-        self.changes.append(change)
-        self.errors.append(errors)
+        self.change, self.errors = change, np.zeros(keys.shape[1])
+        if self.weigh:
+            weights = HeadWeights.of(self.watcher, out, keys.shape[1])
+            for echo in self.echoes:
+                errors = weights.errors(change[:, None, :, echo.counted], echo.counted.start)
+                self.errors += np.array(errors.mean(axis=(1, 2))) / len(self.echoes)
         return out
