@@ -119,7 +119,7 @@ def test_a_full_cache_is_no_distance_from_itself(reader, task, full):
     )
 
 
-def test_the_peak_of_one_prompt_is_told(reader, task, full):
+def test_the_peak_of_one_prompt_is_measured(reader, task, full):
     assert full.peak is None  # several rows at once
     alone = task.row(0)
     whole = full_reading(reader, alone)
@@ -201,7 +201,7 @@ def test_moments_are_those_of_all_that_left():
     assert np.array(outcomes[0]).item() == pytest.approx(np.log(weights_.sum()), abs=1e-4)
 
 
-def test_too_few_bytes_for_a_covariance_are_told(reader, task):
+def test_too_few_bytes_for_a_covariance_are_an_error(reader, task):
     with pytest.raises(ValueError, match="covariance of 64 x 64 takes 8,448"):
         momentkv.rival().read(reader, task, 1 / 16)
 
